@@ -1,0 +1,239 @@
+"""The public object: a Hugging Face model whose KV cache lives in three tiers."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tierkv.config import Config
+from tierkv.errors import ClosedError, ConfigError
+from tierkv.hf import prefill as hf_prefill
+from tierkv.hf.attach import attach, cache_argument, compute_device, detach
+from tierkv.hf.cache import TierCache
+from tierkv.hf.geometry import model_geometry
+from tierkv.paging.manager import PageManager
+from tierkv.tiers.cold import ColdStore
+
+DEFAULT_CHUNK_TOKENS = 2048
+"""Prompt tokens per forward: large enough for full-speed matrix products."""
+
+
+class TieredModel:
+    """A wrapped model. Use it as a context manager, or call `close`.
+
+    `generate` has the signature and the return of transformers' own; `cache()` gives a cache to
+    pass to the model's own `generate` or `forward`.
+    """
+
+    def __init__(self, hf_model: Any, config: Config):
+        self.config = config
+        self.hf_model = hf_model
+        self._prefilled = {"tokens": 0, "seconds": 0.0}
+        self._closed = False
+        text = hf_model.config.get_text_config(decoder=True)
+        latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
+        geometry = model_geometry(text, hf_model.dtype, config.page_tokens, latents=latents)
+        device = compute_device(hf_model)
+        former = attach(hf_model)
+        try:
+            self.manager = self._make_manager(geometry, device)
+        except BaseException:
+            detach(hf_model, former)
+            raise
+        self._former, self._text_config = former, text
+
+    def _make_manager(self, geometry: Any, device: torch.device) -> PageManager | None:
+        if geometry is None:
+            warnings.warn(
+                f"{type(self.hf_model).__name__} has no full-attention layer: all its state is "
+                f"bounded and stays on the device, so tierkv gains nothing here",
+                stacklevel=4,
+            )
+            return None
+        config, cold = self.config, None
+        if config.store is not None:
+            cold = ColdStore(
+                config.store,
+                frame_bytes=geometry.frame_bytes,
+                disk_budget=config.disk_budget,
+                free_floor=config.disk_floor,
+            )
+        try:
+            return PageManager(
+                geometry,
+                device,
+                gpu_budget=config.gpu_budget,
+                cpu_budget=config.cpu_budget,
+                cold=cold,
+                io_threads=config.io_threads,
+            )
+        except BaseException:
+            if cold is not None:
+                cold.close()
+            raise
+
+    def cache(self) -> TierCache:
+        """Return an empty cache for the model's own `generate` or `forward`."""
+        self._check_open()
+        return TierCache(self._text_config, self.manager)
+
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        tier_cache: TierCache,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Any:
+        """Run a prompt into a cache in chunks; see `tierkv.prefill`."""
+        self._check_open()
+        start, before = time.perf_counter(), tier_cache.get_seq_length()
+        output = hf_prefill.prefill(
+            self.hf_model,
+            input_ids,
+            tier_cache,
+            chunk_tokens=self.config.prefill_chunk or DEFAULT_CHUNK_TOKENS,
+            attention_mask=attention_mask,
+            on_progress=on_progress,
+        )
+        if output is not None and input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self._prefilled["tokens"] += tier_cache.get_seq_length() - before
+        self._prefilled["seconds"] += time.perf_counter() - start
+        return output
+
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        *,
+        on_prefill: Callable[[int, int], None] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate like ``hf_model.generate``, with the prompt prefilled in chunks first.
+
+        Beams and samples share the pages of their prompt. All keyword arguments are passed on.
+
+        Args:
+            inputs: ``[batch, tokens]`` prompt ids (or ``input_ids=``).
+            on_prefill: called with (prompt tokens done, in total) after each chunk.
+
+        Raises:
+            ConfigError: an argument contradicts what tierkv does itself.
+        """
+        self._check_open()
+        input_ids = kwargs.pop("input_ids", inputs)
+        if input_ids is None:
+            raise ConfigError("generate needs input_ids (inputs_embeds are not supported)")
+        for name in ("prefill_chunk_size", "cache_implementation"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(
+                    f"{name} cannot be combined with tierkv; use prefill_chunk and the budgets"
+                )
+        name = cache_argument(self.hf_model)
+        given = next(
+            (kwargs.pop(n) for n in ("past_key_values", "cache") if kwargs.get(n) is not None), None
+        )
+        tier_cache = given if given is not None else self.cache()
+        mask = kwargs.pop("attention_mask", None)
+        if mask is None:
+            mask = self._infer_mask(input_ids, kwargs)
+        try:
+            self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
+            return self.hf_model.generate(
+                input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
+            )
+        except BaseException:
+            if given is None:
+                tier_cache.close()
+            raise
+
+    def _prefill_prompt(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        tier_cache: TierCache,
+        kwargs: dict[str, Any],
+        on_prefill: Callable[[int, int], None] | None,
+    ) -> None:
+        """Prefill all but the last token, once for all beams and samples of a prompt."""
+        copies = max(self._setting(kwargs, "num_beams"), self._setting(kwargs, "num_return_sequences"))
+        prompt, visible = input_ids[:, :-1], mask[:, :-1]
+        fresh = tier_cache.get_seq_length() == 0
+        if not prompt.shape[1] or tier_cache.get_seq_length() > prompt.shape[1]:
+            return
+        late = fresh and copies > 1 and not any(tier_cache.is_linear)
+        if copies > 1 and not late:
+            prompt = prompt.repeat_interleave(copies, 0)
+            visible = visible.repeat_interleave(copies, 0)
+        self.prefill(prompt, tier_cache, attention_mask=visible, on_progress=on_prefill)
+        if late:
+            tier_cache.batch_repeat_interleave(copies)
+
+    def _setting(self, kwargs: dict[str, Any], name: str) -> int:
+        config = kwargs.get("generation_config") or self.hf_model.generation_config
+        value = kwargs.get(name, getattr(config, name, None))
+        return 1 if value is None else int(value)
+
+    def _infer_mask(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Infer padding as transformers does: pad tokens hide unless they may end the text."""
+        config = kwargs.get("generation_config") or self.hf_model.generation_config
+        pad = kwargs.get("pad_token_id", config.pad_token_id)
+        eos = kwargs.get("eos_token_id", config.eos_token_id)
+        ends = set(eos if isinstance(eos, list) else [eos])
+        if pad is None or pad in ends:
+            return torch.ones_like(input_ids)
+        return (input_ids != pad).long()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and the state of the tiers as plain JSON types."""
+        report = self.manager.report() if self.manager is not None else {}
+        return {**report, "prefill": dict(self._prefilled)}
+
+    def close(self) -> None:
+        """Release all memory and threads, close the store, and give the model back unchanged."""
+        if self._closed:
+            return
+        self._closed = True
+        detach(self.hf_model, self._former)
+        if self.manager is not None:
+            self.manager.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the model was closed; wrap it again")
+
+    def __enter__(self) -> TieredModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def wrap(hf_model: Any, **settings: Any) -> TieredModel:
+    """Wrap a Hugging Face causal language model; settings are the fields of `Config`.
+
+    Raises:
+        ConfigError: an unknown or invalid setting.
+        UnsupportedModelError: the model cannot work with tierkv; says why.
+        BudgetError, StoreError: memory or the store cannot be had as asked.
+    """
+    return TieredModel(hf_model, Config.from_kwargs(**settings))
+
+
+def prefill(model: TieredModel, input_ids: torch.Tensor, tier_cache: TierCache, **kwargs: Any) -> Any:
+    """Run a prompt into a cache in chunks and return the last chunk's output.
+
+    Keyword arguments: `attention_mask` ``[batch, tokens]`` and `on_progress`. Only tokens that
+    the cache does not hold yet are run.
+    """
+    return model.prefill(input_ids, tier_cache, **kwargs)

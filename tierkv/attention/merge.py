@@ -1,0 +1,42 @@
+"""Combine attention over disjoint sets of keys by log-sum-exp.
+
+With outputs o_i and log-sum-exps L_i: ``o = sum e^(L_i - m) o_i / sum e^(L_i - m)``, m = max L_i
+(the rescaling of online softmax, Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys.
+
+    Attributes:
+        out: ``[batch, heads, queries, v_dim]``.
+        lse: ``[batch, heads, queries]``, natural logarithm, float32; -inf where nothing was seen.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Return attention over the union of two disjoint sets of keys, in float32."""
+    top = torch.maximum(a.lse, b.lse)
+    base = top.masked_fill(top == -torch.inf, 0.0)  # never (-inf) - (-inf)
+    weight_a, weight_b = torch.exp(a.lse - base), torch.exp(b.lse - base)
+    total = weight_a + weight_b
+    safe = total.masked_fill(total == 0, 1.0)
+    out = a.out * (weight_a / safe).unsqueeze(-1) + b.out * (weight_b / safe).unsqueeze(-1)
+    return Partial(out, base + torch.log(total))
+
+
+def apply_sinks(part: Partial, sinks: torch.Tensor) -> torch.Tensor:
+    """Let learned sink logits take their share of the softmax (gpt-oss).
+
+    sinks: broadcastable to ``part.lse``. A sink has a logit and no value, so it only scales.
+    """
+    return part.out * torch.sigmoid(part.lse - sinks.to(part.lse.dtype)).unsqueeze(-1)

@@ -1,0 +1,144 @@
+"""The attention and mask functions that transformers calls, registered under one name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+
+from tierkv.attention import exact, reference
+from tierkv.attention.merge import apply_sinks
+from tierkv.errors import UnsupportedModelError
+from tierkv.hf.cache import take_handle
+
+NAME = "tierkv"
+UNSUPPORTED = ("position_bias", "indices", "block_indices", "output_attentions", "cu_seq_lens_q")
+"""Arguments of attention functions that change the result and that tierkv does not implement."""
+
+
+def register() -> None:
+    """Make ``attn_implementation="tierkv"`` known to transformers. Safe to repeat."""
+    AttentionInterface.register(NAME, tier_attention)
+    AttentionMaskInterface.register(NAME, tier_mask)
+
+
+@torch.compiler.disable
+def tier_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by page on tiered layers, densely on all others.
+
+    query: ``[batch, heads, queries, dim]``; key, value: ``[batch, kv_heads, tokens, dim]``, the
+    new tokens on tiered layers and everything on others. Returns ``[batch, queries, heads,
+    v_dim]`` and None (no attention weights).
+
+    Raises:
+        UnsupportedModelError: the call asks for something that would be silently wrong.
+    """
+    name = type(module).__name__
+    for argument in UNSUPPORTED:
+        if kwargs.get(argument) is not None and kwargs[argument] is not False:
+            raise UnsupportedModelError(f"{name} passes {argument} to attention: not supported")
+    if dropout or is_causal is False or getattr(module, "is_causal", True) is False:
+        what = f"dropout {dropout}" if dropout else "attention that is not causal"
+        raise UnsupportedModelError(f"{name} asks for {what}: not supported")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    handle = take_handle(key, getattr(module, "layer_idx", -1))
+    with torch.no_grad():
+        if handle is None:
+            out = _dense(query, key, value, attention_mask, scale, softcap, s_aux)
+            return out, None
+        mask, first = attention_mask, getattr(attention_mask, "_tierkv_first_visible", None)
+        if mask is not None:
+            if mask.shape[-2] != 1 or mask.dtype != torch.bool:
+                raise UnsupportedModelError(
+                    f"{name}: a custom attention mask {tuple(mask.shape)} of {mask.dtype} "
+                    f"cannot be applied by page; pass a 2D padding mask"
+                )
+            if first is None:
+                first = _first_visible(mask[:, 0, 0])
+        out = exact.attend(
+            query, key, value, handle.lookup, scale=scale, mask=mask, first_visible=first or 0,
+            softcap=softcap, sinks=s_aux, expand=getattr(module, "expand_kv", None),
+        )  # fmt: skip
+    return out.contiguous(), None
+
+
+def _dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention over keys that are all at hand; the last query is the last key."""
+    queries, keys, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    if queries > 1 and (mask is None or mask.shape[-2] == 1):
+        causal = reference.lower_right_causal(queries, keys, query.device)
+        square = mask is None and queries == keys
+        mask = causal if mask is None else causal & mask
+    else:
+        square = False
+    if softcap is None and sinks is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, None if square else mask, is_causal=square, scale=scale,
+            enable_gqa=group > 1,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous()
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    part = reference.attend(query, key, value, scale=scale, mask=mask, softcap=softcap)
+    out = part.out if sinks is None else apply_sinks(part, sinks.view(1, -1, 1))
+    return out.transpose(1, 2).to(query.dtype).contiguous()
+
+
+def tier_mask(
+    *args: Any,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Return None for a plain causal mask, else what hides padding: ``[batch, 1, 1, keys]``.
+
+    Causality over pages is computed by the attention function, so no ``queries x keys`` tensor
+    exists. Sliding-window and other patterns get transformers' own dense mask; they are applied
+    on layers whose keys are all at hand.
+    """
+    if mask_function is not causal_mask_function:
+        return sdpa_mask(
+            *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+        )
+    if attention_mask is None:
+        return None
+    keys, offset = kwargs["kv_length"], kwargs.get("kv_offset", 0)
+    visible = attention_mask[:, offset : offset + keys].bool()
+    if visible.shape[1] != keys:
+        raise UnsupportedModelError(
+            f"attention_mask covers {attention_mask.shape[1]} tokens, but past and new tokens "
+            f"together are {keys + offset}; pass a mask over all of them"
+        )
+    first = _first_visible(visible)
+    if not first:
+        return None
+    mask = visible[:, None, None, :]
+    mask._tierkv_first_visible = first  # type: ignore[attr-defined]
+    return mask
+
+
+def _first_visible(visible: torch.Tensor) -> int:
+    """Return the token position from which on ``[batch, keys]`` is True everywhere."""
+    hidden = (~visible).any(dim=0).nonzero()
+    return int(hidden[-1]) + 1 if len(hidden) else 0

@@ -1,0 +1,203 @@
+"""A transformers `Cache` whose full-attention layers live in tiers.
+
+`update` stores the new tokens and returns only them; tierkv's attention function reads the past
+by page. The two shake hands through a `Handle`: an update that no attention follows is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from tierkv.errors import HandshakeError, TierKVError, UnsupportedModelError
+from tierkv.hf.geometry import stock_layers
+from tierkv.paging.edit import crop, remap
+from tierkv.paging.lookup import Lookup
+from tierkv.paging.manager import PageManager
+from tierkv.paging.sequences import Sequences
+
+_pending = threading.local()  # .handle: published by update, not yet taken by attention
+
+
+@dataclass(eq=False, slots=True)
+class Handle:
+    """What `update` hands to the attention function of the same layer."""
+
+    layer_idx: int
+    lookup: Lookup
+    taken: bool = False
+
+
+def take_handle(key: torch.Tensor, layer_idx: int) -> Handle | None:
+    """Return the handle for a call to attention, or None if its layer is not tiered.
+
+    It travels on the key tensor (several layers may share one); models that transform keys
+    after `update` lose it, so the last one published in this thread serves as well.
+    """
+    handle: Handle | None = getattr(key, "_tierkv_handle", None)
+    if handle is None:
+        last: Handle | None = getattr(_pending, "handle", None)
+        handle = last if last is not None and last.layer_idx == layer_idx else None
+    if handle is not None:
+        handle.taken = True
+        if getattr(_pending, "handle", None) is handle:
+            _pending.handle = None
+    return handle
+
+
+class TierLayer(CacheLayerMixin):
+    """One full-attention layer of a `TierCache`."""
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, owner: TierCache, layer_idx: int, tier_layer: int):
+        super().__init__()
+        self._owner, self._layer_idx, self._tier_layer = owner, layer_idx, tier_layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: memory belongs to the page manager."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[batch, kv_heads, tokens, dim]`` keys and values; return just them."""
+        previous: Handle | None = getattr(_pending, "handle", None)
+        if previous is not None and not previous.taken:
+            _pending.handle = None
+            raise HandshakeError(
+                f"layer {previous.layer_idx} was updated but its attention did not run through "
+                f"tierkv; is the model wrapped, and its attn_implementation still 'tierkv'?"
+            )
+        lookup = self._owner.append(self._tier_layer, key_states, value_states)
+        handle = Handle(self._layer_idx, lookup)
+        _pending.handle = handle
+        key_states._tierkv_handle = handle  # type: ignore[attr-defined]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Tokens appended to this layer."""
+        return self._owner.sequences.lengths[self._tier_layer]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the batch."""
+        return self._owner.sequences.batch
+
+    # The owner changes all tiered layers at once; these have nothing of their own to change.
+    def reset(self) -> None: ...  # noqa: D102
+    def offload(self) -> None: ...  # noqa: D102
+    def prefetch(self) -> None: ...  # noqa: D102
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None: ...  # noqa: D102
+    def crop(self, tokens_to_remove: int) -> None: ...  # noqa: D102
+    def batch_repeat_interleave(self, repeats: int) -> None: ...  # noqa: D102
+    def batch_select_indices(self, indices: torch.Tensor) -> None: ...  # noqa: D102
+
+
+class TierCache(Cache):
+    """Drop-in for `DynamicCache`, made by `TieredModel.cache()`.
+
+    Full-attention layers are paged over the tiers of `manager`; other layers are transformers'
+    own. Pages are released when the cache is closed, reset or garbage-collected.
+    """
+
+    def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
+        layers = stock_layers(config)
+        self.manager = manager
+        self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        self.sequences = Sequences(len(self.tiered))
+        for tier_layer, index in enumerate(self.tiered):
+            layers[index] = TierLayer(self, index, tier_layer)
+        super().__init__(layers=layers)
+
+    def append(self, tier_layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
+        """Append to one tiered layer after checking shape, dtype and device."""
+        assert self.manager is not None
+        geometry = self.manager.geometry
+        got = (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device.type)
+        want = (
+            geometry.kv_heads, geometry.k_dim, geometry.v_dim, geometry.dtype,
+            self.manager.device.type,
+        )  # fmt: skip
+        if got != want:
+            raise UnsupportedModelError(
+                f"layer {self.tiered[tier_layer]} caches (kv_heads, k_dim, v_dim, dtype, device) "
+                f"= {got}, but its configuration says {want}"
+            )
+        if self.sequences.batch not in (0, k.shape[0]):
+            raise TierKVError(
+                f"the cache holds {self.sequences.batch} sequences, got a batch of {k.shape[0]}"
+            )
+        lengths = self.sequences.lengths
+        if tier_layer == 0 and min(lengths) != max(lengths):
+            raise TierKVError(
+                f"the last forward stopped midway (layers hold {min(lengths)} to {max(lengths)} "
+                f"tokens); call rollback() or reset() on the cache first"
+            )
+        return self.manager.append(self.sequences, tier_layer, k, v)
+
+    def rollback(self) -> None:
+        """Undo a forward that stopped midway: cut every tiered layer to the shortest."""
+        if self.manager is not None:
+            _pending.handle = None
+            crop(self.manager, self.sequences, min(self.sequences.lengths))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end: ``-n`` removes n. (n > 0 keeps n, as transformers < 5.18.)"""
+        count = int(tokens_to_remove)
+        if self.manager is not None and count:
+            length = max(self.sequences.lengths)
+            crop(self.manager, self.sequences, count if count > 0 else max(length + count, 0))
+        super().crop(count)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Permute the batch for beam search: block tables change, only tails are copied."""
+        self._remap(beam_idx.cpu().numpy())
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence; the copies share all sealed pages."""
+        self._remap(np.repeat(np.arange(self.sequences.batch), int(repeats)))
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some sequences."""
+        self._remap(np.arange(self.sequences.batch)[indices.cpu().numpy()])
+        super().batch_select_indices(indices)
+
+    def _remap(self, rows: Any) -> None:
+        if self.manager is not None:
+            remap(self.manager, self.sequences, rows.astype(np.int64))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.close()
+        super().reset()
+
+    def close(self) -> None:
+        """Release every page. The cache is empty afterwards and may be used again."""
+        if self.manager is not None:
+            _pending.handle = None
+            self.manager.close_sequences(self.sequences)
+            self.sequences = Sequences(len(self.tiered))
+
+    def __del__(self) -> None:
+        if getattr(self, "manager", None) is not None:
+            self.manager.discard(self.sequences)

@@ -1,0 +1,106 @@
+"""Changes to block tables: beams, samples and forks permute tables; only tails are copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tierkv.paging.directory import Blocks
+from tierkv.paging.manager import PageManager
+from tierkv.paging.plan import make_plan
+from tierkv.paging.sequences import Sequences
+
+
+def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
+    """Make sequence i a copy of what sequence ``rows[i]`` was; the batch becomes ``len(rows)``.
+
+    Pages are shared by reference; tails are copied (copy-on-write at page granularity).
+
+    Raises:
+        HotBudgetError: more sequences than there are frames for tails; nothing changed.
+    """
+    old, new = sequences.batch, len(rows)
+    if not old or (new == old and (rows == np.arange(old)).all()):
+        return
+    extra = manager.take_tails(new - old) if new > old else sequences.tails[:, :0]
+    past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
+    tails = np.concatenate([sequences.tails[:, :new], extra], axis=1)
+    if offset:
+        for layer, arena in enumerate(manager.hot.arenas):
+            sources = torch.as_tensor(sequences.tails[layer, rows], device=manager.device)
+            targets = torch.as_tensor(tails[layer], device=manager.device)
+            for paged in (arena.k_frames, arena.v_frames):
+                paged.index_copy_(1, targets, paged.index_select(1, sources))
+    for layer in range(manager.geometry.layers):
+        manager.hot.give(layer, sequences.tails[layer, new:])
+    before = sequences.blocks.copy()
+    shared = before[rows, :past]
+    manager.directory.retain(shared)
+    sequences.batch, sequences.tails = new, tails
+    sequences.blocks = np.concatenate([shared, _fresh_tails(manager, new, offset)], axis=1)
+    sequences.changed()
+    manager.release(before)
+
+
+def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
+    """Shorten all sequences to `length` tokens, in every layer that is longer.
+
+    A page that is cut in the middle becomes the tail again, as a copy: sealed pages never change.
+
+    Raises:
+        ColdReadError: the page to cut could not be read; nothing changed.
+    """
+    if not sequences.batch or all(now <= length for now in sequences.lengths):
+        return
+    tokens = manager.geometry.page_tokens
+    keep, offset = divmod(length, tokens)
+    cut = {
+        layer: _read_page(manager, sequences, layer, keep)
+        for layer, now in enumerate(sequences.lengths)
+        if offset and now // tokens > keep
+    }
+    for layer, (k, v) in cut.items():
+        tails = torch.as_tensor(sequences.tails[layer], device=manager.device)
+        manager.hot.arenas[layer].k_frames.index_copy_(1, tails, k)
+        manager.hot.arenas[layer].v_frames.index_copy_(1, tails, v)
+    before = sequences.blocks.copy()
+    sequences.blocks = np.concatenate(
+        [before[:, :keep], _fresh_tails(manager, sequences.batch, offset)], axis=1
+    )
+    sequences.lengths = [min(now, length) for now in sequences.lengths]
+    sequences.changed()
+    manager.release(before[:, keep:])
+
+
+def _fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:
+    """Return new blocks ``[batch, 1]`` for tails that hold tokens, else ``[batch, 0]``."""
+    count = 1 if offset else 0
+    return manager.new_blocks(batch * count).reshape(batch, count)
+
+
+def _read_page(
+    manager: PageManager, sequences: Sequences, layer: int, position: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy one sealed page position of every sequence: ``[kv_heads, batch, page_tokens, dim]``."""
+    page = Sequences(manager.geometry.layers)
+    page.batch = sequences.batch
+    page.blocks = sequences.blocks[:, position : position + 1]
+    plan = make_plan(
+        page,
+        layer,
+        1,
+        manager.directory,
+        staging_pages=manager.placement.staging_pages,
+        placement_epoch=manager.placement_epoch,
+        device=manager.device,
+    )
+    arena = manager.hot.arenas[layer]
+    if len(plan.positions):
+        frames = torch.as_tensor(plan.frames[:, 0], device=manager.device)
+        return arena.k_frames.index_select(1, frames), arena.v_frames.index_select(1, frames)
+    parts = []
+    for staged, source in manager.lookahead.stream(page, layer, plan):
+        slots = staged.slots[:, 0]
+        k, v = source.k_frames, source.v_frames
+        parts.append((k.index_select(1, slots), v.index_select(1, slots)))
+    return torch.cat([k for k, _ in parts], dim=1), torch.cat([v for _, v in parts], dim=1)

@@ -1,0 +1,105 @@
+"""What one layer's lookup consists of: pages attended in place, and blocks to be staged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tierkv.paging.directory import NOWHERE, Blocks, PageDirectory
+from tierkv.paging.sequences import Sequences
+from tierkv.tiers.frames import Frames
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """Distinct pages of one layer that go into slots ``0 .. n-1`` of one staging arena."""
+
+    layer: int
+    blocks: Blocks
+
+    def same(self, other: Fetch) -> bool:
+        """Whether both name the same pages in the same order."""
+        return self.layer == other.layer and np.array_equal(self.blocks, other.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """One streamed part of a lookup.
+
+    Attributes:
+        fetch: the pages.
+        rows: sequences that read it.
+        positions: ``[n]`` page positions.
+        slots: ``[rows, n]`` staging slot of each sequence's page, on the compute device.
+        in_order: one sequence, and slots are ``0 .. n-1``: the arena is read without a gather.
+    """
+
+    fetch: Fetch
+    rows: slice
+    positions: Blocks
+    slots: torch.Tensor
+    in_order: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Lookup of one layer over the first `past` pages of every sequence.
+
+    Attributes:
+        positions, frames: ``[r]`` and ``[batch, r]`` resident pages and their hot frames.
+        staged: the rest, in blocks that fit a staging arena.
+        gathers: device index tensors for resident frames, filled on first use.
+    """
+
+    past: int
+    placement_epoch: int
+    positions: Blocks
+    frames: Frames
+    staged: list[Staged]
+    gathers: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+
+def make_plan(
+    sequences: Sequences,
+    layer: int,
+    past: int,
+    directory: PageDirectory,
+    *,
+    staging_pages: int,
+    placement_epoch: int,
+    device: torch.device,
+) -> Plan:
+    """Divide a lookup into resident and streamed pages.
+
+    A page position is resident when every sequence's page there is hot. The rest is cut into
+    blocks of at most `staging_pages` distinct pages; a page shared by sequences is staged once.
+    """
+    blocks = sequences.blocks[:, :past]
+    frames = directory.hot[blocks, layer]
+    resident = (frames != NOWHERE).all(axis=0)
+    positions = np.flatnonzero(resident)
+    streamed = np.flatnonzero(~resident)
+    staged = []
+    row_step = max(1, min(sequences.batch, staging_pages))
+    step = max(1, staging_pages // row_step)
+    for at in range(0, len(streamed), step):
+        part = streamed[at : at + step]
+        for row in range(0, sequences.batch, row_step):
+            rows = slice(row, min(row + row_step, sequences.batch))
+            wanted = blocks[rows][:, part]
+            distinct, inverse = np.unique(wanted, return_inverse=True)
+            slots = inverse.reshape(wanted.shape)
+            if len(wanted) == 1:  # keep the order of the sequence: staged without a gather
+                distinct, slots = wanted[0], np.arange(len(part))[None]
+            staged.append(
+                Staged(
+                    Fetch(layer, distinct),
+                    rows,
+                    part,
+                    torch.as_tensor(slots, device=device),
+                    len(wanted) == 1,
+                )
+            )
+    return Plan(past, placement_epoch, positions, frames[:, positions], staged)

@@ -1,0 +1,93 @@
+"""Token slots on the compute device, in the layout that attention reads without a copy.
+
+An arena holds frames of one layer side by side: K is ``[kv_heads, frames * page_tokens, k_dim]``
+and V likewise. A head-page's K and its V are each one contiguous run, and neighbouring frames of
+one head are contiguous too, so a run of frames is a plain view for any attention kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tierkv.page import Geometry
+from tierkv.tiers.frames import Frames
+
+
+class Arena:
+    """`frames` frames of one layer, or of a staging buffer.
+
+    Attributes:
+        k: ``[kv_heads, frames * page_tokens, k_dim]``.
+        v: ``[kv_heads, frames * page_tokens, v_dim]``.
+    """
+
+    def __init__(self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor):
+        self.page_tokens = geometry.page_tokens
+        self.frames = k.shape[1] // geometry.page_tokens
+        self.k, self.v = k, v
+        # The same memory by frame: [kv_heads, frames, page_tokens, dim].
+        self.k_frames = k.unflatten(1, (self.frames, geometry.page_tokens))
+        self.v_frames = v.unflatten(1, (self.frames, geometry.page_tokens))
+
+    @classmethod
+    def allocate(
+        cls, geometry: Geometry, frames: int, device: torch.device, count: int = 1
+    ) -> list[Arena]:
+        """Return `count` arenas of `frames` frames each, in two allocations."""
+        shape = (count, geometry.kv_heads, frames * geometry.page_tokens)
+        k = torch.empty((*shape, geometry.k_dim), dtype=geometry.dtype, device=device)
+        v = torch.empty((*shape, geometry.v_dim), dtype=geometry.dtype, device=device)
+        return [cls(geometry, k[i], v[i]) for i in range(count)]
+
+    def write_tokens(self, slot: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write consecutive tokens from token slot `slot` on. k, v: ``[kv_heads, tokens, dim]``."""
+        stop = slot + k.shape[1]
+        self.k[:, slot:stop].copy_(k)
+        self.v[:, slot:stop].copy_(v)
+
+    def scatter_tokens(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write tokens to any slots. slots: ``[tokens]``; k, v: ``[kv_heads, tokens, dim]``."""
+        self.k.index_copy_(1, slots, k)
+        self.v.index_copy_(1, slots, v)
+
+    def span(self, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """View `tokens` tokens from frame `start` on as ``[1, kv_heads, tokens, dim]``."""
+        first = start * self.page_tokens
+        last = first + tokens
+        return self.k[None, :, first:last], self.v[None, :, first:last]
+
+    def gather(self, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy frames of several sequences. frames: ``[batch, n]`` int64 on the arena's device.
+
+        Returns K and V as ``[batch, kv_heads, n * page_tokens, dim]`` (V strided like K).
+        """
+        batch, count = frames.shape
+        index = frames.reshape(-1)
+        out = []
+        for paged in (self.k_frames, self.v_frames):
+            picked = paged.index_select(1, index)
+            picked = picked.view(picked.shape[0], batch, count * self.page_tokens, -1)
+            out.append(picked.transpose(0, 1))
+        return out[0], out[1]
+
+    def pages(self, frames: Frames) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pages in `frames` as ``[kv_heads, n, page_tokens, dim]``."""
+        first, count = int(frames[0]), len(frames)
+        if int(frames[-1]) - first == count - 1:
+            return self.k_frames[:, first : first + count], self.v_frames[:, first : first + count]
+        index = torch.as_tensor(frames, device=self.k.device)
+        return self.k_frames.index_select(1, index), self.v_frames.index_select(1, index)
+
+
+def split_page(raw: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """View frames as K and V pages.
+
+    raw: ``[n, frame_bytes]`` uint8, each frame ``[kv_heads, K | V]``.
+    Returns ``[kv_heads, n, page_tokens, k_dim]`` and ``[kv_heads, n, page_tokens, v_dim]`` views.
+    """
+    tokens, k_elements = geometry.page_tokens, geometry.page_tokens * geometry.k_dim
+    pages = raw[:, : geometry.page_bytes].view(geometry.dtype)
+    heads = pages.unflatten(1, (geometry.kv_heads, geometry.head_page_elements)).transpose(0, 1)
+    k = heads[..., :k_elements].unflatten(-1, (tokens, geometry.k_dim))
+    v = heads[..., k_elements:].unflatten(-1, (tokens, geometry.v_dim))
+    return k, v

@@ -1,0 +1,114 @@
+"""The warm tier: page frames in host memory, pinned when a GPU is in use.
+
+Memory comes from the operating system in chunks as pages arrive, never more than the budget.
+torch's pinned allocator rounds to powers of two and never gives back, so the chunks are ours:
+page-aligned `mmap`, registered with CUDA, unregistered on close.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+
+from tierkv.errors import WarmBudgetError
+from tierkv.page import SECTOR, Geometry
+from tierkv.tiers.frames import FramePool, Frames
+from tierkv.units import format_bytes
+
+CHUNK_BYTES = 256 << 20
+"""Host memory is taken in steps of this size: small enough to pin in about 0.1 s."""
+
+
+class WarmTier:
+    """Frames in host memory: `homes` hold pages for good, `inbound` and `outbound` only in transit.
+
+    Pages on their way from disk use `inbound` frames, pages on their way to disk `outbound`
+    ones; the two never compete, so neither direction can block the other.
+
+    Raises:
+        WarmBudgetError: host memory cannot be taken or pinned (on first use of a frame).
+    """
+
+    def __init__(
+        self, geometry: Geometry, homes: int, inbound: int, outbound: int, *, pinned: bool
+    ):
+        self.geometry = geometry
+        self.frame_bytes = geometry.frame_bytes
+        self.num_frames = homes + inbound + outbound
+        self.pinned = pinned
+        self.outbound_start = homes + inbound
+        self.homes = FramePool(0, homes)
+        self.inbound = FramePool(homes, homes + inbound)
+        self.outbound = FramePool(homes + inbound, self.num_frames)
+        self.chunk_frames = max(1, CHUNK_BYTES // self.frame_bytes)
+        self._chunks: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
+
+    def span(self, frames: Frames) -> torch.Tensor:
+        """View a run of consecutive frames of one chunk as ``[n, frame_bytes]`` uint8."""
+        chunk, first = divmod(int(frames[0]), self.chunk_frames)
+        return self._chunk(chunk)[first : first + len(frames)]
+
+    def chunk_of(self, frames: Frames) -> Frames:
+        """Chunk index of each frame; a copy must not cross from one to the next."""
+        return frames // self.chunk_frames
+
+    def payload(self, frame: int) -> memoryview:
+        """Return one frame's memory, `SECTOR`-aligned, writable."""
+        chunk, index = divmod(frame, self.chunk_frames)
+        self._chunk(chunk)
+        start = index * self.frame_bytes
+        return memoryview(self._chunks[chunk][0])[start : start + self.frame_bytes]
+
+    def _chunk(self, chunk: int) -> torch.Tensor:
+        if chunk not in self._chunks:
+            frames = min(self.chunk_frames, self.num_frames - chunk * self.chunk_frames)
+            self._chunks[chunk] = self._map(frames * self.frame_bytes)
+        return self._chunks[chunk][1]
+
+    def _map(self, num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+        try:
+            memory = mmap.mmap(-1, num_bytes)
+        except OSError as error:
+            raise WarmBudgetError(
+                f"host memory for {format_bytes(num_bytes)} of warm pages could not be taken "
+                f"({error}); lower cpu_budget"
+            ) from error
+        view = torch.frombuffer(memory, dtype=torch.uint8).view(-1, self.frame_bytes)
+        assert view.data_ptr() % SECTOR == 0
+        if self.pinned:
+            status = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), num_bytes, 0)
+            if int(status) != 0:
+                raise WarmBudgetError(
+                    f"{format_bytes(num_bytes)} of warm memory could not be pinned (CUDA error "
+                    f"{int(status)}); lower cpu_budget or raise the limit on locked memory"
+                )
+        return memory, view
+
+    @property
+    def pages(self) -> int:
+        """Frames in use."""
+        return self.homes.used + self.inbound.used + self.outbound.used
+
+    @property
+    def taken_bytes(self) -> int:
+        """Host bytes taken from the operating system so far."""
+        return sum(view.numel() for _, view in self._chunks.values())
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Host bytes this tier may take."""
+        return self.num_frames * self.frame_bytes
+
+    def close(self) -> None:
+        """Unpin and give back all memory. The caller has waited for every copy."""
+        if self.pinned:
+            for _, view in self._chunks.values():
+                torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+        self._chunks.clear()
+
+
+def page_run_keys(warm: WarmTier, frames: Frames) -> Frames:
+    """Return a column that counts up by one exactly while frames are neighbours in one chunk."""
+    return frames + warm.chunk_of(frames) * np.int64(warm.num_frames)

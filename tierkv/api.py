@@ -15,6 +15,7 @@ from tierkv.errors import ClosedError, ConfigError
 from tierkv.hf import prefill as hf_prefill
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
+from tierkv.hf.generation import only_new_tokens
 from tierkv.hf.geometry import model_geometry
 from tierkv.paging.manager import PageManager
 from tierkv.tiers.cold import ColdStore
@@ -144,9 +145,10 @@ class TieredModel:
             mask = self._infer_mask(input_ids, kwargs)
         try:
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
-            return self.hf_model.generate(
-                input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
-            )
+            with only_new_tokens(self.hf_model, tier_cache):
+                return self.hf_model.generate(
+                    input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
+                )
         except BaseException:
             if given is None:
                 tier_cache.close()

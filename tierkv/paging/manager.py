@@ -373,7 +373,14 @@ class PageManager:
 
     def _take_outbound(self, count: int) -> Frames:
         with self._changed:
-            self._changed.wait_for(lambda: self.warm.outbound.free or self._spill_error)
+            self._changed.wait_for(
+                lambda: self.warm.outbound.free
+                or self._spill_error
+                or not (self._queued or self._writing)
+            )
+            pinned = not self.warm.outbound.free and not self._spill_error
+        if pinned:  # every frame is on disk but held for an upcoming lookup, which must yield
+            self.lookahead.cancel()
         if not self.warm.outbound.free:
             self._check_room([])  # retries what failed, raises if it fails again
         with self._changed:

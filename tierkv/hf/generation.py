@@ -1,0 +1,38 @@
+"""What transformers' `generate` needs to start from a prompt that is already in the cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from tierkv.hf.cache import TierCache
+
+
+@contextmanager
+def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[None]:
+    """Feed a model only the tokens its cache does not hold, while the block runs.
+
+    Assisted decoding (5.17 to 5.24 at least) feeds the whole prompt to its first step even when
+    the cache holds most of it; sampling and beams slice by themselves and are not touched.
+    """
+    prepare = model.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def sliced(
+        input_ids: torch.Tensor, *args: Any, next_sequence_length: int | None = None, **kwargs: Any
+    ) -> Any:
+        held = tier_cache.get_seq_length()
+        if next_sequence_length is None and 0 < held < input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - held
+        return prepare(input_ids, *args, next_sequence_length=next_sequence_length, **kwargs)
+
+    model.prepare_inputs_for_generation = sliced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation

@@ -1,0 +1,393 @@
+"""The cold tier: pages on disk that outlive the process.
+
+LMDB holds the catalogue, extent files beside it hold the payloads::
+
+    <directory>/owner.lock                          who uses the store now
+    <directory>/catalogue/                          LMDB: key -> record, name -> metadata
+    <directory>/extents/<frame_bytes>-<index>.kv    payloads, preallocated, in 4 KiB-aligned slots
+
+A write puts the payloads into free slots, syncs them, and only then commits the one catalogue
+transaction that makes them visible; a drop goes the other way round. So a crash at any moment
+leaves whole pages and nothing else. Slots that no record names are free at the next opening.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tierkv.errors import (
+    ColdReadError,
+    ColdWriteError,
+    ConfigError,
+    DiskBudgetError,
+    StoreError,
+)
+from tierkv.page import SECTOR
+from tierkv.tiers.catalogue import Catalogue
+from tierkv.tiers.direct_io import probe_direct_io
+from tierkv.tiers.extents import FILE_BYTES
+from tierkv.tiers.faults import COUNTERS, DAMAGE, BadPagesError, VerifyReport
+from tierkv.tiers.lifetime import Lifetime
+from tierkv.tiers.owner import OwnerLock
+from tierkv.tiers.payloads import Payloads
+from tierkv.tiers.record import BadRecordError, Record, payload_hash
+
+_MAX_NAME_BYTES = 500
+
+
+class ColdStore:
+    """Pages of one size on disk, by key. Thread-safe; one owner per directory.
+
+    Args:
+        directory: created if needed. It may hold pages of other sizes too, from other models:
+            this object counts, verifies and drops them, but reads and writes only its own.
+        frame_bytes: bytes of one page's frame, a multiple of 4096.
+        disk_budget: bytes that all files of the store may take on disk together.
+        free_floor: bytes that a write must leave free on the file system.
+        durable: whether a returned write survives a power cut. Without it a process that dies
+            still loses nothing, but a machine that does may lose the whole store.
+
+    Attributes:
+        direct_io: whether payloads bypass the page cache (O_DIRECT); if not, reads are buffered.
+        direct_io_reason: how we know.
+        counters: events since opening, by the labels in `COUNTERS`.
+
+    Raises:
+        ConfigError: an argument out of range.
+        StoreLockedError: the store is open elsewhere, or in this process; names the owner.
+        StoreFormatError: another version's store, or a damaged catalogue.
+        StoreError: the directory cannot be used; the operating system's error is chained.
+
+    Every method raises `ClosedError` after `close`, and `StoreError` in a forked child.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        frame_bytes: int,
+        disk_budget: int,
+        free_floor: int,
+        durable: bool = True,
+    ) -> None:
+        if frame_bytes % SECTOR or not SECTOR <= frame_bytes <= FILE_BYTES // 4:
+            raise ConfigError(
+                f"frame_bytes must be a multiple of {SECTOR} up to {FILE_BYTES // 4}, "
+                f"got {frame_bytes}"
+            )
+        if disk_budget < 0 or free_floor < 0:
+            raise ConfigError(
+                f"disk_budget and disk_floor must not be negative, got {disk_budget}, {free_floor}"
+            )
+        self.directory = Path(directory)
+        self.frame_bytes = frame_bytes
+        self.disk_budget = disk_budget
+        self.free_floor = free_floor
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._durable = durable
+        self._writer = threading.Lock()  # one put, drop or metadata write at a time; taken first
+        self._counting = threading.Lock()
+        self._lifetime = Lifetime(f"the store in {directory}")
+        self._bad_at_open: list[tuple[bytes, str]] = []
+        try:
+            with ExitStack() as undo:
+                self._open(undo)
+                self._resources = undo.pop_all()
+        except OSError as error:
+            raise StoreError(f"cannot open the store in {directory}: {error}") from error
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+        """Store all pages or none; a key that exists is replaced.
+
+        Args:
+            keys: 1 to 64 bytes each, all different.
+            payloads: C-contiguous, `frame_bytes` bytes each; written without a copy if their
+                address is a multiple of 4096.
+
+        Raises:
+            DiskBudgetError: not enough room; nothing was written.
+            ColdWriteError: the disk or the catalogue failed; nothing became visible.
+            StoreError: malformed arguments.
+        """
+        with self._lifetime.using(), self._writer:
+            views = self._payloads.views(keys, payloads)
+            if len(set(keys)) != len(keys):
+                raise StoreError("a key occurs twice in one batch")
+            if not keys:
+                return
+            with self._counting_failures():
+                self._put(keys, views)
+            self._count("pages_written", len(keys))
+            self._count("bytes_written", len(keys) * self.frame_bytes)
+
+    def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer with the page stored under its key, checked against its checksum.
+
+        Neighbours on disk are read in one call. Damaged pages are dropped from the store. A page
+        whose read failed in the operating system (``io_errors``) is kept: the next may succeed.
+
+        Args:
+            keys: pages stored by `put`.
+            buffers: writable, C-contiguous, `frame_bytes` bytes each; read into without a copy
+                if their address is a multiple of 4096.
+
+        Raises:
+            BadPagesError: a `ColdReadError`; `faults` names the keys that could not be read. Their
+                buffers' content is undefined, the other buffers hold their pages.
+            StoreError: malformed arguments.
+        """
+        with self._lifetime.using():
+            views = self._payloads.views(keys, buffers, writable=True)
+            faults, values = self._payloads.read(self.frame_bytes, keys, views)
+            num_read = sum(key not in faults for key in keys)
+            self._count("pages_read", num_read)
+            self._count("bytes_read", num_read * self.frame_bytes)
+            if faults:
+                for fault in faults.values():
+                    self._count(fault.reason)
+                damaged = [key for key, fault in faults.items() if fault.reason in DAMAGE]
+                error = BadPagesError(faults, len(keys))
+                try:
+                    self._drop_damaged({key: values[key] for key in damaged})
+                except ColdWriteError as cause:
+                    raise error from cause
+                raise error
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Remove the pages under `keys`, of any frame size; return how many there were.
+
+        A slot that is being read is reused only after that read.
+
+        Raises:
+            ColdWriteError: the catalogue failed; nothing was removed.
+            StoreError: the pages are gone, but files could not be shrunk.
+        """
+        with self._lifetime.using(), self._writer:
+            removed = self._catalogue.delete_many(keys)
+            self._payloads.free(removed)
+            self._count("pages_dropped", len(removed))
+            if removed:
+                self._trim(own=False)
+            return len(removed)
+
+    def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
+        """Iterate over the keys that start with `prefix`, of every frame size, in order.
+
+        Pages put or dropped meanwhile may or may not appear.
+        """
+        with self._lifetime.using():
+            return (key for rows in self._scan(prefix) for key, _ in rows)
+
+    def verify(self) -> VerifyReport:
+        """Read every page of every frame size; changes nothing, counts nothing.
+
+        Records found damaged when the store was opened are reported too: those are gone.
+        """
+        whole, bad = 0, list(self._bad_at_open)
+        for rows in self._scan():
+            with self._lifetime.using():
+                faults = self._payloads.verify(rows)
+            bad += [(key, str(fault)) for key, fault in faults.items() if fault.reason != "missing"]
+            whole += len(rows) - len(faults)
+        return VerifyReport(whole, bad)
+
+    def room(self) -> int:
+        """Pages that one `put` of new keys could write now within disk_budget and disk_floor."""
+        with self._lifetime.using(), self._payloads.lock:
+            return self._payloads.room()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes the catalogue and all extent files take on disk."""
+        with self._lifetime.using(), self._payloads.lock:
+            return self._payloads.used_bytes()
+
+    def meta_get(self, name: str) -> bytes | None:
+        """Return the value stored under `name`, or None.
+
+        Raises:
+            ColdReadError: it is damaged; it was counted as ``bad_meta`` and dropped.
+        """
+        with self._lifetime.using():
+            try:
+                return self._catalogue.meta_get(_meta_key(name))
+            except BadRecordError as error:
+                self._count("bad_meta")
+                with self._writer:
+                    self._catalogue.meta_delete(_meta_key(name))
+                raise ColdReadError(f"metadata {name!r} is damaged: {error}") from error
+
+    def meta_put(self, name: str, value: bytes) -> None:
+        """Store `value` under `name`, replacing what was there.
+
+        Raises:
+            DiskBudgetError: not enough room; nothing was written.
+            ColdWriteError: the catalogue failed; nothing was written.
+        """
+        with self._lifetime.using(), self._writer, self._counting_failures():
+            growth = self._catalogue.growth_bytes(0, len(value))
+            with self._payloads.lock:
+                self._payloads.budget.check(growth, f"metadata {name!r}")
+            self._catalogue.meta_put(_meta_key(name), value)
+
+    def meta_delete(self, name: str) -> None:
+        """Delete the value stored under `name`, if any."""
+        with self._lifetime.using(), self._writer:
+            self._catalogue.meta_delete(_meta_key(name))
+
+    def meta_names(self, prefix: str = "") -> list[str]:
+        """Return the names of all metadata values that start with `prefix`, in order."""
+        with self._lifetime.using():
+            return [name.decode() for name in self._catalogue.meta_names(prefix.encode())]
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a page of our own size is stored under `key` (its payload is not checked)."""
+        with self._lifetime.using():
+            value = self._catalogue.get(key)
+        try:
+            return value is not None and Record.unpack(key, value).frame_bytes == self.frame_bytes
+        except BadRecordError:
+            return False
+
+    def __len__(self) -> int:
+        """Number of records, of every frame size."""
+        with self._lifetime.using():
+            return len(self._catalogue)
+
+    def close(self) -> None:
+        """Wait for calls under way, give unused space back, release the store. Idempotent.
+
+        In a forked child it does nothing: the store belongs to the parent.
+        """
+        if self._lifetime.end():
+            with self._resources:
+                self._trim(own=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, undo: ExitStack) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        undo.callback(OwnerLock(self.directory / "owner.lock").release)
+        self._catalogue = Catalogue(
+            self.directory / "catalogue", disk_budget=self.disk_budget, durable=self._durable
+        )
+        undo.callback(self._catalogue.close)
+        directory = self.directory / "extents"
+        directory.mkdir(exist_ok=True)
+        self.direct_io, self.direct_io_reason = probe_direct_io(directory)
+        self._payloads = Payloads(
+            directory,
+            self._catalogue,
+            frame_bytes=self.frame_bytes,
+            disk_budget=self.disk_budget,
+            free_floor=self.free_floor,
+            direct=self.direct_io,
+        )
+        undo.callback(self._payloads.close)
+        self._own = self._payloads.own
+        for rows in self._catalogue.scan():
+            if faults := self._payloads.claim(rows):
+                self._catalogue.delete_many(faults)
+                for key, fault in faults.items():
+                    self._count(fault.reason)
+                    self._bad_at_open.append((key, str(fault)))
+        self._trim(own=True)
+
+    def _trim(self, *, own: bool) -> None:
+        try:
+            with self._payloads.lock:
+                self._payloads.trim(own=own)
+        except OSError as error:
+            raise StoreError(f"cannot shrink the files in {self.directory}: {error}") from error
+
+    @contextmanager
+    def _writing_payloads(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ColdWriteError(
+                f"writing pages to {self.directory} failed: {error}; nothing became visible"
+            ) from error
+
+    def _put(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        with self._writing_payloads(), self._payloads.lock:
+            positions = self._payloads.reserve(len(keys))
+        records: dict[bytes, bytes] = {}
+        try:
+            for key, view, position in zip(keys, views, positions, strict=True):
+                place = self._own.place(position)
+                record = Record(self.frame_bytes, *place, view.nbytes, payload_hash(view))
+                records[key] = record.pack(key)
+            with self._writing_payloads():
+                self._own.write(positions, views, durable=self._durable)
+            replaced = self._catalogue.put_many(records)
+        except BaseException:
+            self._give_back(positions, records)
+            raise
+        self._payloads.free(replaced)
+
+    def _scan(self, prefix: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
+        """The catalogue's `scan`, without keeping `close` waiting between its lists."""
+        scan = self._catalogue.scan(prefix)
+        while True:
+            with self._lifetime.using():
+                rows = next(scan, None)
+            if rows is None:
+                return
+            yield rows
+
+    def _give_back(self, positions: Sequence[int], records: Mapping[bytes, bytes]) -> None:
+        """Free the slots of a failed batch, unless an interrupt came after its commit.
+
+        If the catalogue cannot tell, they stay in use until the next opening.
+        """
+        try:
+            stored = self._catalogue.get_many(records)
+        except ColdReadError:
+            return
+        if not any(value == records[key] for key, value in zip(records, stored, strict=True)):
+            with self._payloads.lock:
+                self._own.slots.release(positions)
+
+    def _drop_damaged(self, values: Mapping[bytes, bytes]) -> None:
+        """Drop those of these records that nobody has replaced meanwhile."""
+        if values:
+            with self._writer:
+                same = self._catalogue.delete_same(values)
+                self._payloads.free({key: values[key] for key in same})
+
+    @contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except DiskBudgetError:
+            self._count("budget_refusals")
+            raise
+        except ColdWriteError:
+            self._count("write_errors")
+            raise
+
+    def _count(self, label: str, amount: int = 1) -> None:
+        with self._counting:
+            self.counters[label] += amount
+
+
+def _meta_key(name: str) -> bytes:
+    key = name.encode()
+    if not 1 <= len(key) <= _MAX_NAME_BYTES or key.startswith(b"\0"):
+        raise StoreError(f"a metadata name must have 1 to {_MAX_NAME_BYTES} bytes, got {name!r}")
+    return key

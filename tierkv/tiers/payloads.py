@@ -1,0 +1,233 @@
+"""The payloads of a store's records: extents of every frame size, one budget, one lock.
+
+The lock ties a record's lookup to the pin of its slot: a slot freed by a drop cannot be reused
+between the two. It is never held while payloads move.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from tierkv.errors import StoreError
+from tierkv.tiers.budget import DiskBudget
+from tierkv.tiers.catalogue import Catalogue
+from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.extents import Extents, frame_sizes
+from tierkv.tiers.faults import Fault
+from tierkv.tiers.record import MAX_KEY_BYTES, BadRecordError, Record, payload_hash
+
+_GROWTH_BYTES = 64 << 20
+_VERIFY_BYTES = 16 << 20
+
+
+class Payloads:
+    """Reads and frees payloads by their records; `own` is the frame size that is written.
+
+    `lock` must be held around every method but `read`, `verify`, `free`, which take it themselves,
+    `views` and `close`, and around the use of `own.slots`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        catalogue: Catalogue,
+        *,
+        frame_bytes: int,
+        disk_budget: int,
+        free_floor: int,
+        direct: bool,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.budget = DiskBudget(
+            directory, disk_budget=disk_budget, free_floor=free_floor, used_bytes=self.used_bytes
+        )
+        self._catalogue = catalogue
+        self._extents: dict[int, Extents] = {}
+        try:
+            for size in frame_sizes(directory) | {frame_bytes}:
+                self._extents[size] = Extents(directory, size, direct=direct)
+        except BaseException:
+            self.close()
+            raise
+        self.own = self._extents[frame_bytes]
+
+    def claim(self, rows: Iterable[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
+        """Mark the slots that these (key, record bytes) name as used; return those that cannot be.
+
+        Their headers are damaged, or their slots are not there: no read could succeed.
+        """
+        faults: dict[bytes, Fault] = {}
+        for key, value in rows:
+            try:
+                record = Record.unpack(key, value)
+            except BadRecordError as error:
+                faults[key] = Fault("bad_header", str(error))
+                continue
+            extents = self._extents.get(record.frame_bytes)
+            if extents is None or not extents.claim(record.file_index, record.slot):
+                detail = f"slot {record.slot} of file {record.file_index} is not there"
+                faults[key] = Fault("truncated", detail)
+        return faults
+
+    def views(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool = False
+    ) -> list[memoryview]:
+        """Return `buffers`, one per key and of our own size, as ``[frame_bytes]`` uint8 views.
+
+        Raises:
+            StoreError: keys or buffers are malformed.
+        """
+        frame_bytes = self.own.frame_bytes
+        if len(keys) != len(buffers):
+            raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
+        for key in keys:
+            if not 1 <= len(key) <= MAX_KEY_BYTES:
+                raise StoreError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
+        for buffer in buffers:
+            if buffer.nbytes != frame_bytes or not buffer.c_contiguous:
+                raise StoreError(
+                    f"a page must be {frame_bytes} contiguous bytes, got {buffer.nbytes} "
+                    f"(contiguous: {buffer.c_contiguous})"
+                )
+            if writable and buffer.readonly:
+                raise StoreError("cannot read a page into a read-only buffer")
+        return [buffer.cast("B") for buffer in buffers]
+
+    def read(
+        self, frame_bytes: int, keys: Sequence[bytes], views: Sequence[memoryview]
+    ) -> tuple[dict[bytes, Fault], dict[bytes, bytes]]:
+        """Fill `views` with the pages of `keys`, all of one frame size.
+
+        Returns the faults by key, and the record bytes of the faulty keys that have any. A view
+        is filled unless its key is among the faults.
+        """
+        extents = self._extents[frame_bytes]
+        faults: dict[bytes, Fault] = {}
+        found: list[tuple[bytes, Record, memoryview]] = []
+        with self.lock:
+            values = dict(zip(keys, self._catalogue.get_many(keys), strict=True))
+            for key, view in zip(keys, views, strict=True):
+                record = _unpack(key, values[key], frame_bytes)
+                if isinstance(record, Fault):
+                    faults[key] = record
+                else:
+                    found.append((key, record, view))
+            positions = [extents.position(r.file_index, r.slot) for _, r, _ in found]
+            extents.slots.pin(positions)
+        try:
+            outcomes = extents.read(positions, [view for *_, view in found])
+            for (key, record, view), outcome in zip(found, outcomes, strict=True):
+                fault = outcome or _check_payload(record, view)
+                if fault:
+                    faults[key] = fault
+        finally:
+            with self.lock:
+                extents.slots.unpin(positions)
+        faulty = {key: value for key in faults if (value := values[key]) is not None}
+        return faults, faulty
+
+    def verify(self, rows: Sequence[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
+        """Read the pages of these (key, record bytes), of any frame size; return the faults.
+
+        A page that was dropped meanwhile is a fault too: ``missing``.
+        """
+        faults: dict[bytes, Fault] = {}
+        keys_by_size: dict[int, list[bytes]] = {}
+        for key, value in rows:
+            try:
+                keys_by_size.setdefault(Record.unpack(key, value).frame_bytes, []).append(key)
+            except BadRecordError as error:
+                faults[key] = Fault("bad_header", str(error))
+        for frame_bytes, keys in keys_by_size.items():
+            count = max(1, min(len(keys), _VERIFY_BYTES // frame_bytes))
+            memory = aligned_buffer(count * frame_bytes)
+            views = [memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(count)]
+            for start in range(0, len(keys), count):
+                batch = keys[start : start + count]
+                faults |= self.read(frame_bytes, batch, views[: len(batch)])[0]
+        return faults
+
+    def free(self, values: Mapping[bytes, bytes]) -> None:
+        """Free the slots of records that have left the catalogue.
+
+        A damaged header names no slot we could trust; its slot is free at the next opening.
+        """
+        with self.lock:
+            for key, value in values.items():
+                try:
+                    record = Record.unpack(key, value)
+                except BadRecordError:
+                    continue
+                extents = self._extents[record.frame_bytes]
+                extents.slots.release([extents.position(record.file_index, record.slot)])
+
+    def trim(self, *, own: bool) -> None:
+        """Give unused space at the ends of files back; `own` includes the size being written.
+
+        Raises:
+            OSError: a file could not be shrunk; its slots stay usable.
+        """
+        for extents in self._extents.values():
+            if own or extents is not self.own:
+                extents.trim()
+
+    def used_bytes(self) -> int:
+        """Bytes that the catalogue and all extent files take on disk."""
+        extents = sum(extents.allocated_bytes() for extents in self._extents.values())
+        return extents + self._catalogue.allocated_bytes()
+
+    def room(self) -> int:
+        """Frames of our own size that one batch could write within the budget."""
+        left = self.budget.left()
+        most = self.own.slots.num_free + max(0, left) // self.own.frame_bytes
+        too_many = bisect_left(range(most + 1), True, key=lambda n: self._bytes_for(n) > left)
+        return max(0, too_many - 1)
+
+    def reserve(self, count: int) -> list[int]:
+        """Return `count` positions of our own size, now in use; grow the files if need be.
+
+        Growth goes in steps, so that the file system can lay large pieces out in one run, but
+        never takes the space that the catalogue will need to fill them.
+
+        Raises:
+            DiskBudgetError: not enough room.
+            OSError: the file system refused the space.
+        """
+        self.budget.check(self._bytes_for(count), f"{count} pages")
+        num_free = self.own.slots.num_free
+        if count > num_free:
+            step = min(_GROWTH_BYTES, self.budget.disk_budget // 16) // self.own.frame_bytes
+            self.own.grow(max(count - num_free, min(step, self.room() - num_free)))
+        return self.own.slots.take(count)
+
+    def close(self) -> None:
+        """Close all files. Further calls do nothing."""
+        for extents in self._extents.values():
+            extents.close()
+
+    def _bytes_for(self, count: int) -> int:
+        """Bytes that the files may grow by if `count` frames are written."""
+        growth = max(0, count - self.own.slots.num_free) * self.own.frame_bytes
+        return growth + self._catalogue.growth_bytes(count)
+
+
+def _unpack(key: bytes, value: bytes | None, frame_bytes: int) -> Record | Fault:
+    if value is None:
+        return Fault("missing", "no such key")
+    try:
+        record = Record.unpack(key, value)
+    except BadRecordError as error:
+        return Fault("bad_header", str(error))
+    if record.frame_bytes != frame_bytes:
+        return Fault("other_frame_bytes", f"a page of {record.frame_bytes} bytes")
+    return record
+
+
+def _check_payload(record: Record, view: memoryview) -> Fault | None:
+    found = payload_hash(view[: record.payload_bytes])
+    if found == record.payload_hash:
+        return None
+    return Fault("bad_checksum", f"xxh3-64 {found:016x} instead of {record.payload_hash:016x}")

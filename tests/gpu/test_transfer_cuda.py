@@ -1,0 +1,84 @@
+"""Every copy path, bit for bit, with poisoned memory and delayed streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tierkv
+from tests.models import tiny_model
+from tests.paging_helpers import budgets
+from tierkv.page import Geometry
+from tierkv.tiers.transfer import Transfer
+from tierkv.tiers.warm import WarmTier
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32])
+def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
+    geometry = Geometry(1, 3, 40, 24, request.param, 16)
+    warm = WarmTier(geometry, 40, 0, 0, pinned=True)
+    warm.chunk_frames = 7  # copies must stop at the border of two registered chunks
+    engine = Transfer(
+        geometry, warm, None, torch.device("cuda"), staging_pages=12, staging_buffers=2, io_threads=1
+    )
+    yield engine
+    engine.close()
+    warm.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_down_and_up_are_bitwise(transfer: Transfer, seed: int) -> None:
+    rng, geometry = np.random.default_rng(seed), transfer.geometry
+    count = int(rng.integers(1, 13))
+    frames = rng.permutation(40)[:count].astype(np.int64)
+    if seed % 2:
+        frames = np.sort(frames)
+    shape = (geometry.kv_heads, count, geometry.page_tokens)
+    k = torch.randn(*shape, geometry.k_dim, device="cuda").to(geometry.dtype)
+    v = torch.randn(*shape, geometry.v_dim, device="cuda").to(geometry.dtype)
+    want_k, want_v = k.clone(), v.clone()
+    arena = transfer.staging[seed % 2]
+    arena.k.fill_(float("nan"))
+    arena.v.fill_(float("nan"))
+    transfer.write_down(k, v, frames)
+    k.fill_(float("nan"))  # the source may be reused at once
+    v.fill_(float("nan"))
+    slots = np.sort(rng.permutation(12)[:count]).astype(np.int64)
+    transfer.wait_ready(transfer.bring_up(seed % 2, slots, frames, [], None).result())
+    got_k, got_v = arena.pages(slots)
+    assert torch.equal(got_k, want_k) and torch.equal(got_v, want_v)
+    transfer.release_staging(seed % 2)
+
+
+def test_delayed_copies_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing wait between streams shows when copies are late (vLLM 31210, 46278; SGLang 22811)."""
+    hf_model = tiny_model("llama").cuda()
+    ids = torch.randint(3, 199, (2, 400), device="cuda")
+    want = hf_model.generate(ids, max_new_tokens=24, do_sample=False)
+    rng = random.Random(0)
+
+    def late(method: Any, stream_name: str) -> Any:
+        def delayed(self: Transfer, *args: Any) -> Any:
+            with torch.cuda.stream(getattr(self, stream_name)):
+                torch.cuda._sleep(rng.randrange(0, 400_000))
+            return method(self, *args)
+
+        return delayed
+
+    monkeypatch.setattr(Transfer, "_up", late(Transfer._up, "_up_stream"))
+    monkeypatch.setattr(Transfer, "_down", late(Transfer._down, "_down_stream"))
+    for kind in ("warm", "cold"):
+        settings = budgets(kind, hf_model, tmp_path, page_tokens=16, rows=2)
+        with tierkv.wrap(hf_model, prefill_chunk=100, **settings) as wrapped:
+            wrapped.manager.hot.arenas[0].k.fill_(float("nan"))
+            for staging in wrapped.manager.transfer.staging:
+                staging.k.fill_(float("nan"))
+                staging.v.fill_(float("nan"))
+            got = wrapped.generate(ids, max_new_tokens=24, do_sample=False)
+        assert got.tolist() == want.tolist(), kind

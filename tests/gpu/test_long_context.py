@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import tierkv
 from tierkv.hf.attach import cache_argument
 
-TOKENS, NEW = 32768, 32
+TOKENS, NEW, CHUNK = 32768, 24, 2048
 
 
 def llama_8b() -> Any:
@@ -33,10 +33,10 @@ def llama_8b() -> Any:
 
 @torch.no_grad()
 def decode(model: Any, ids: torch.Tensor, cache: Any, forced: list[int] | None) -> tuple[Any, Any]:
-    """Prefill in chunks of 2048 and decode; return tokens and logits ``[NEW, vocab]``."""
+    """Prefill in chunks and decode; return the best token of each step and ``[NEW, vocab]``."""
     argument = {cache_argument(model): cache}
-    for start in range(0, TOKENS, 2048):
-        output = model(input_ids=ids[:, start : start + 2048], logits_to_keep=1, **argument)
+    for start in range(0, TOKENS, CHUNK):
+        output = model(input_ids=ids[:, start : start + CHUNK], logits_to_keep=1, **argument)
     tokens, logits = [], []
     for step in range(NEW):
         logits.append(output.logits[0, -1].float())
@@ -47,31 +47,36 @@ def decode(model: Any, ids: torch.Tensor, cache: Any, forced: list[int] | None) 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_32k_with_1gib_hot() -> None:
-    """Fed the same tokens, the most likely next token is the same at every step.
+def test_32k_with_a_quarter_of_the_kv_on_the_gpu() -> None:
+    """In float32 the greedy tokens are equal. In bf16 ours are as near to float32 as stock ones.
 
-    Exception: bf16 ties. Where the two best logits of the all-on-GPU run lie closer together than
-    twice the largest logit difference of that step, either may win; such steps are counted and
-    printed, and there may be at most two.
+    bf16 logits of a random model differ from float32 ones by more than the distance between the
+    best two tokens at many steps, for any attention; which one wins there says nothing. So bf16
+    is judged by its error against float32, next to the error of stock all-on-GPU attention.
     """
     model = llama_8b()
     ids = torch.randint(0, 128256, (1, TOKENS), device="cuda")
-    want, want_logits = decode(model, ids, DynamicCache(config=model.config), None)
+    model.float()
+    want, exact = decode(model, ids, DynamicCache(config=model.config), None)
+    with tierkv.wrap(model, gpu_budget="2GiB", cpu_budget="8GiB") as wrapped:
+        got, logits = decode(model, ids, wrapped.cache(), None)
+    print(f"float32: largest logit difference {(logits - exact).abs().max():.2e}")
+    assert got == want
+
+    model.bfloat16()
+    _, stock = decode(model, ids, DynamicCache(config=model.config), want)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    with tierkv.wrap(model, gpu_budget="1GiB", cpu_budget="5GiB") as wrapped:
-        got, got_logits = decode(model, ids, wrapped.cache(), want)
+    with tierkv.wrap(model, gpu_budget="1GiB", cpu_budget="4GiB") as wrapped:
+        best, ours = decode(model, ids, wrapped.cache(), want)
         stats = wrapped.stats()
     peak = torch.cuda.max_memory_allocated() - weights
-    gaps = (got_logits - want_logits).abs().amax(dim=1)
-    best = want_logits.topk(2, dim=1).values
-    ties = (best[:, 0] - best[:, 1] <= 2 * gaps).tolist()
-    differ = [step for step in range(NEW) if got[step] != want[step]]
-    print(f"largest logit difference {gaps.max():.4f} (logits up to {want_logits.max():.2f})")
-    print(f"steps that differ: {differ}; ties: {[s for s in range(NEW) if ties[s]]}")
-    print(f"peak beyond weights: {peak / 2**30:.2f} GiB; {stats}")
-    assert all(ties[step] for step in differ) and len(differ) <= 2
-    assert stats["tiers"]["hot"]["bytes"] <= 1 << 30
-    # Activations of a 2048-token chunk: MLP 2048 x 14336 x 3 x 2 B, attention in and out, LSE.
-    assert peak <= (1 << 30) + (700 << 20)
+    error, stock_error = ((x - exact).norm().item() for x in (ours, stock))
+    agree = sum(a == b for a, b in zip(best, stock.argmax(dim=1).tolist(), strict=True))
+    print(f"bf16: error {error:.3f}, stock {stock_error:.3f}; {agree}/{NEW} tokens as stock")
+    print(f"peak beyond weights {peak / 2**30:.2f} GiB; {stats}")
+    assert error <= 1.1 * stock_error
+    assert stats["hits"]["warm"] > 2 * stats["hits"]["hot"]
+    # Workspace: activations of a 2048-token chunk (MLP 3 x 56 MiB, attention and norms).
+    assert peak <= (1 << 30) + (512 << 20)

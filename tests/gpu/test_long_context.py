@@ -31,6 +31,12 @@ def llama_8b() -> Any:
         torch.set_default_dtype(default)
 
 
+def convert(model: Any, dtype: torch.dtype) -> None:
+    """Change the weights' type only: rotary frequencies stay float32, as transformers loads them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 @torch.no_grad()
 def decode(model: Any, ids: torch.Tensor, cache: Any, forced: list[int] | None) -> tuple[Any, Any]:
     """Prefill in chunks and decode; return the best token of each step and ``[NEW, vocab]``."""
@@ -56,14 +62,14 @@ def test_32k_with_a_quarter_of_the_kv_on_the_gpu() -> None:
     """
     model = llama_8b()
     ids = torch.randint(0, 128256, (1, TOKENS), device="cuda")
-    model.float()
+    convert(model, torch.float32)
     want, exact = decode(model, ids, DynamicCache(config=model.config), None)
     with tierkv.wrap(model, gpu_budget="2GiB", cpu_budget="8GiB") as wrapped:
         got, logits = decode(model, ids, wrapped.cache(), None)
     print(f"float32: largest logit difference {(logits - exact).abs().max():.2e}")
     assert got == want
 
-    model.bfloat16()
+    convert(model, torch.bfloat16)
     _, stock = decode(model, ids, DynamicCache(config=model.config), want)
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated()

@@ -34,8 +34,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens to decode")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--gpu-budget", default="1GiB")
+    parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
-    model, tokenizer = load_model(arguments.model)
+    model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
     text = importlib.resources.files("tierkv").joinpath("data/lighthouse.txt").read_text()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : arguments.tokens].to(model.device)
 

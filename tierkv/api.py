@@ -22,6 +22,8 @@ from tierkv.tiers.cold import ColdStore
 
 DEFAULT_CHUNK_TOKENS = 2048
 """Prompt tokens per forward: large enough for full-speed matrix products."""
+CACHE_ARGUMENTS = ("past_key_values", "cache")
+"""What transformers calls the cache: the first until 5.23, the second from 5.24."""
 
 
 class TieredModel:
@@ -93,6 +95,7 @@ class TieredModel:
     ) -> Any:
         """Run a prompt into a cache in chunks; see `tierkv.prefill`."""
         self._check_open()
+        self._check_own(tier_cache)
         start, before = time.perf_counter(), tier_cache.get_seq_length()
         output = hf_prefill.prefill(
             self.hf_model,
@@ -130,16 +133,11 @@ class TieredModel:
         input_ids = kwargs.pop("input_ids", inputs)
         if input_ids is None:
             raise ConfigError("generate needs input_ids (inputs_embeds are not supported)")
-        for name in ("prefill_chunk_size", "cache_implementation"):
-            if kwargs.get(name) is not None:
-                raise ConfigError(
-                    f"{name} cannot be combined with tierkv; use prefill_chunk and the budgets"
-                )
+        self._refuse_arguments(kwargs)
         name = cache_argument(self.hf_model)
-        given = next(
-            (kwargs.pop(n) for n in ("past_key_values", "cache") if kwargs.get(n) is not None), None
-        )
-        tier_cache = given if given is not None else self.cache()
+        given = [c for n in CACHE_ARGUMENTS if (c := kwargs.pop(n, None)) is not None]
+        tier_cache = given[0] if given else self.cache()
+        self._check_own(tier_cache)
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
             mask = self._infer_mask(input_ids, kwargs)
@@ -150,9 +148,29 @@ class TieredModel:
                     input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
                 )
         except BaseException:
-            if given is None:
+            if not given:
                 tier_cache.close()
             raise
+
+    def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
+        config = kwargs.get("generation_config")
+        for name in ("prefill_chunk_size", "cache_implementation"):
+            if kwargs.get(name) is not None or getattr(config, name, None) is not None:
+                raise ConfigError(
+                    f"{name} cannot be combined with tierkv; use prefill_chunk and the budgets"
+                )
+        for name in ("inputs_embeds", "position_ids"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"generate takes input_ids and attention_mask only, not {name}")
+        if self._setting(kwargs, "use_cache") is False:
+            raise ConfigError("use_cache=False contradicts tierkv, which is a cache")
+
+    def _check_own(self, tier_cache: Any) -> None:
+        if not isinstance(tier_cache, TierCache) or tier_cache.manager is not self.manager:
+            raise ConfigError(
+                f"the cache must come from this model's cache(), got a {type(tier_cache).__name__}"
+                f"{' of another model' if isinstance(tier_cache, TierCache) else ''}"
+            )
 
     def _prefill_prompt(
         self,
@@ -163,7 +181,9 @@ class TieredModel:
         on_prefill: Callable[[int, int], None] | None,
     ) -> None:
         """Prefill all but the last token, once for all beams and samples of a prompt."""
-        copies = max(self._setting(kwargs, "num_beams"), self._setting(kwargs, "num_return_sequences"))
+        copies = max(
+            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
         prompt, visible = input_ids[:, :-1], mask[:, :-1]
         fresh = tier_cache.get_seq_length() == 0
         if not prompt.shape[1] or tier_cache.get_seq_length() > prompt.shape[1]:
@@ -176,16 +196,16 @@ class TieredModel:
         if late:
             tier_cache.batch_repeat_interleave(copies)
 
-    def _setting(self, kwargs: dict[str, Any], name: str) -> int:
-        config = kwargs.get("generation_config") or self.hf_model.generation_config
-        value = kwargs.get(name, getattr(config, name, None))
-        return 1 if value is None else int(value)
+    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
+        """Return what transformers will use: an argument, or the given or the model's config."""
+        if name in kwargs:
+            return kwargs[name]
+        value = getattr(kwargs.get("generation_config"), name, None)
+        return getattr(self.hf_model.generation_config, name, None) if value is None else value
 
     def _infer_mask(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """Infer padding as transformers does: pad tokens hide unless they may end the text."""
-        config = kwargs.get("generation_config") or self.hf_model.generation_config
-        pad = kwargs.get("pad_token_id", config.pad_token_id)
-        eos = kwargs.get("eos_token_id", config.eos_token_id)
+        pad, eos = self._setting(kwargs, "pad_token_id"), self._setting(kwargs, "eos_token_id")
         ends = set(eos if isinstance(eos, list) else [eos])
         if pad is None or pad in ends:
             return torch.ones_like(input_ids)

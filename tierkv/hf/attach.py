@@ -7,7 +7,7 @@ import inspect
 import torch
 from transformers import PreTrainedModel
 
-from tierkv.errors import UnsupportedModelError
+from tierkv.errors import TierKVError, UnsupportedModelError
 from tierkv.hf import attention
 
 
@@ -42,6 +42,7 @@ def attach(model: PreTrainedModel) -> str:
     Raises:
         UnsupportedModelError: the model is of a kind that cannot be switched; the message
             names it and the reason, and the model is unchanged.
+        TierKVError: it is wrapped already (two page managers would not know of each other).
     """
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -52,6 +53,11 @@ def attach(model: PreTrainedModel) -> str:
         )
     cache_argument(model)
     former: str = config._attn_implementation
+    if former == attention.NAME:
+        raise TierKVError(
+            f"{name} is already wrapped by tierkv (its attn_implementation is {former!r}); close "
+            f"the other wrapper first, or use it"
+        )
     attention.register()
     model.set_attn_implementation(attention.NAME)
     if config._attn_implementation != attention.NAME:

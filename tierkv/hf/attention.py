@@ -11,9 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from tierkv.attention import exact, reference
 from tierkv.attention.merge import apply_sinks
 from tierkv.errors import UnsupportedModelError
-from tierkv.hf.cache import take_handle
+from tierkv.hf.cache import NAME, take_handle
 
-NAME = "tierkv"
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "output_attentions", "cu_seq_lens_q")
 """Arguments of attention functions that change the result and that tierkv does not implement."""
 
@@ -62,7 +61,8 @@ def tier_attention(
             return out, None
         mask, first = attention_mask, getattr(attention_mask, "_tierkv_first_visible", None)
         if mask is not None:
-            if mask.shape[-2] != 1 or mask.dtype != torch.bool:
+            wanted = (query.shape[0], 1, 1, handle.lookup.length)
+            if mask.shape != wanted or mask.dtype != torch.bool:
                 raise UnsupportedModelError(
                     f"{name}: a custom attention mask {tuple(mask.shape)} of {mask.dtype} "
                     f"cannot be applied by page; pass a 2D padding mask"

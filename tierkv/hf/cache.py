@@ -7,6 +7,7 @@ by page. The two shake hands through a `Handle`: an update that no attention fol
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from tierkv.errors import HandshakeError, TierKVError, UnsupportedModelError
+from tierkv.errors import ClosedError, HandshakeError, TierKVError, UnsupportedModelError
 from tierkv.hf.geometry import stock_layers
 from tierkv.paging.edit import crop, remap
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
+
+NAME = "tierkv"
+"""What transformers calls our attention implementation."""
 
 _pending = threading.local()  # .handle: published by update, not yet taken by attention
 
@@ -61,8 +65,15 @@ class TierLayer(CacheLayerMixin):
 
     def __init__(self, owner: TierCache, layer_idx: int, tier_layer: int):
         super().__init__()
-        self._owner, self._layer_idx, self._tier_layer = owner, layer_idx, tier_layer
+        self._owner_ref = weakref.ref(owner)  # no cycle: a dropped cache is freed at once
+        self._layer_idx, self._tier_layer = layer_idx, tier_layer
         self.is_initialized = True
+
+    @property
+    def _owner(self) -> TierCache:
+        owner = self._owner_ref()
+        assert owner is not None, "the cache of this layer is gone"
+        return owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: memory belongs to the page manager."""
@@ -120,21 +131,29 @@ class TierCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
         layers = stock_layers(config)
-        self.manager = manager
+        self.manager, self._config = manager, config
         self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.sequences = Sequences(len(self.tiered))
+        super().__init__(layers=self._replace_tiered(layers))
+
+    def _replace_tiered(self, layers: list[Any]) -> list[Any]:
         for tier_layer, index in enumerate(self.tiered):
             layers[index] = TierLayer(self, index, tier_layer)
-        super().__init__(layers=layers)
+        return layers
 
     def append(self, tier_layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
         """Append to one tiered layer after checking shape, dtype and device."""
-        assert self.manager is not None
-        geometry = self.manager.geometry
+        manager = self._live_manager()
+        if self._config._attn_implementation != NAME:
+            raise HandshakeError(
+                f"the model attends through {self._config._attn_implementation!r}, which cannot "
+                f"read a tier cache; its attn_implementation must stay {NAME!r} (nothing was added)"
+            )
+        geometry = manager.geometry
         got = (k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device.type)
         want = (
             geometry.kv_heads, geometry.k_dim, geometry.v_dim, geometry.dtype,
-            self.manager.device.type,
+            manager.device.type,
         )  # fmt: skip
         if got != want:
             raise UnsupportedModelError(
@@ -145,27 +164,58 @@ class TierCache(Cache):
             raise TierKVError(
                 f"the cache holds {self.sequences.batch} sequences, got a batch of {k.shape[0]}"
             )
-        lengths = self.sequences.lengths
-        if tier_layer == 0 and min(lengths) != max(lengths):
+        if tier_layer == 0:
+            self._check_whole(k.shape[2])
+        return manager.append(self.sequences, tier_layer, k, v)
+
+    def _sliding(self) -> dict[int, Any]:
+        """Return the layers with a sliding window that hold something, by index."""
+        return {
+            index: layer
+            for index, layer in enumerate(self.layers)
+            if layer.is_sliding and layer.is_initialized
+        }
+
+    def _check_whole(self, new: int) -> None:
+        """Check, at a forward's first tiered layer, that the one before reached every layer."""
+        held = set(self.sequences.lengths)
+        for index, layer in self._sliding().items():
+            held.add(layer.get_seq_length() - (new if index < self.tiered[0] else 0))
+        if len(held) > 1:
             raise TierKVError(
-                f"the last forward stopped midway (layers hold {min(lengths)} to {max(lengths)} "
+                f"the last forward stopped midway (layers hold {min(held)} to {max(held)} "
                 f"tokens); call rollback() or reset() on the cache first"
             )
-        return self.manager.append(self.sequences, tier_layer, k, v)
 
     def rollback(self) -> None:
-        """Undo a forward that stopped midway: cut every tiered layer to the shortest."""
+        """Undo a forward that stopped midway: cut every layer to the shortest.
+
+        Raises:
+            TierKVError: the model has recurrent layers, or sliding windows that are full: they
+                overwrite their past. Nothing changed; only `reset` helps.
+        """
+        _pending.handle = None
+        sliding = self._sliding()
+        held = [layer.get_seq_length() for layer in sliding.values()] + self.sequences.lengths
+        length = min(held, default=0)
+        longer = [layer for layer in sliding.values() if layer.get_seq_length() > length]
+        full = any(layer.get_seq_length() >= layer.sliding_window for layer in longer)
+        if full or any(self.is_linear):
+            what = "full sliding windows" if full else "recurrent layers"
+            raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
-            _pending.handle = None
-            crop(self.manager, self.sequences, min(self.sequences.lengths))
+            crop(self._live_manager(), self.sequences, length)
+        for layer in longer:
+            layer.crop(length - layer.get_seq_length())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end: ``-n`` removes n. (n > 0 keeps n, as transformers < 5.18.)"""
-        count = int(tokens_to_remove)
+        count, length = int(tokens_to_remove), self.get_seq_length()
+        if count > 0:
+            count = min(count - length, 0)
+        super().crop(count)  # refuses before anything is cut
         if self.manager is not None and count:
-            length = max(self.sequences.lengths)
-            crop(self.manager, self.sequences, count if count > 0 else max(length + count, 0))
-        super().crop(count)
+            crop(self._live_manager(), self.sequences, max(length + count, 0))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Permute the batch for beam search: block tables change, only tails are copied."""
@@ -184,19 +234,26 @@ class TierCache(Cache):
 
     def _remap(self, rows: Any) -> None:
         if self.manager is not None:
-            remap(self.manager, self.sequences, rows.astype(np.int64))
+            remap(self._live_manager(), self.sequences, rows.astype(np.int64))
+
+    def _live_manager(self) -> PageManager:
+        assert self.manager is not None
+        if self.manager.closed:
+            raise ClosedError("the model of this cache was closed; wrap it again")
+        return self.manager
 
     def reset(self) -> None:
         """Forget all tokens."""
         self.close()
-        super().reset()
 
     def close(self) -> None:
         """Release every page. The cache is empty afterwards and may be used again."""
+        _pending.handle = None
         if self.manager is not None:
-            _pending.handle = None
             self.manager.close_sequences(self.sequences)
-            self.sequences = Sequences(len(self.tiered))
+        self.sequences = Sequences(len(self.tiered))
+        # Fresh layers: before 5.18 transformers' own keep their length when they are reset.
+        self.layers = self._replace_tiered(stock_layers(self._config))
 
     def __del__(self) -> None:
         if getattr(self, "manager", None) is not None:

@@ -21,6 +21,7 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
     the cache holds most of it; sampling and beams slice by themselves and are not touched.
     """
     prepare = model.prepare_inputs_for_generation
+    former = vars(model).get("prepare_inputs_for_generation")  # someone else's patch, or None
 
     @functools.wraps(prepare)
     def sliced(
@@ -36,3 +37,5 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
         yield
     finally:
         del model.prepare_inputs_for_generation
+        if former is not None:
+            model.prepare_inputs_for_generation = former

@@ -1,0 +1,162 @@
+"""The command ``tierkv``: parse, call the API, print.
+
+``generate`` and ``config show`` live here and in `tierkv.cli_generate`; ``doctor`` is
+`tierkv.doctor`. Exit codes: 0 done, 1 ``doctor`` found something broken, 2 an error (one line on
+stderr; TIERKV_DEBUG=1 shows the traceback), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import tierkv
+from tierkv.config import (
+    DTYPES,
+    Config,
+    GenerateConfig,
+    Setting,
+    Settings,
+    converted_dir,
+    load_settings,
+)
+from tierkv.errors import TierKVError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+_HELP = {
+    "gpu_budget": ("SIZE", "KV bytes on the compute device"),
+    "cpu_budget": ("SIZE", "KV bytes in host memory"),
+    "disk_budget": ("SIZE", "bytes of the store on disk"),
+    "disk_floor": ("SIZE", "free disk space never to be used"),
+    "store": ("DIR", "directory of the cold tier; without it there is none"),
+    "page_tokens": ("N", "tokens per page, a power of two from 16 to 256"),
+    "prefill_chunk": ("N", "prompt tokens per forward; 0 chooses"),
+    "io_threads": ("N", "threads that read from disk"),
+    "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
+    "max_new_tokens": ("N", "tokens to generate at most"),
+    "temperature": ("T", "sampling temperature; 0 is greedy"),
+    "top_p": ("P", "share of the probability to sample from"),
+    "seed": ("N", "seed for sampling"),
+    "chat": ("", "use the model's chat template if it has one"),
+    "device": ("NAME", "auto, cpu, cuda or cuda:N"),
+    "dtype": ("NAME", "auto (as the model says) or a torch dtype"),
+}
+_FIELDS = (*fields(Config), *fields(GenerateConfig))
+
+
+def add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and one flag for each setting; a flag not given stays out of the result."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+    for field in _FIELDS:
+        metavar, text = _HELP[field.name]
+        default = Setting(field.name, field.default, "").text
+        options: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": f"{text} (default: {default})",
+        }
+        if isinstance(field.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        elif field.name == "dtype":
+            options["choices"] = DTYPES
+        else:
+            options["metavar"] = metavar
+            if type(field.default) in (int, float) and metavar != "SIZE":
+                options["type"] = type(field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
+
+
+def settings_from(args: argparse.Namespace) -> Settings:
+    """Return the effective settings of parsed flags, their ``--config`` file and the environment.
+
+    Raises:
+        ConfigError: see `tierkv.config.load_settings`.
+    """
+    names = {field.name for field in _FIELDS}
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    return load_settings(args.config, flags, os.environ)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="tierkv",
+        description="Run a Hugging Face model on a context whose KV cache does not fit its GPU.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierkv {tierkv.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="read a prompt, stream an answer")
+    generate.add_argument(
+        "--prompt-file", metavar="FILE", help="document to read; - is standard input"
+    )
+    generate.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt, put after the document if there is one"
+    )
+    add_setting_flags(generate)
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead")
+    generate.set_defaults(run=_generate)
+
+    doctor = commands.add_parser("doctor", help="check this machine and the installation")
+    doctor.add_argument("--store", metavar="DIR", help="directory to check for the cold tier")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
+    doctor.set_defaults(run=_doctor)
+
+    config = commands.add_parser("config", help="show the effective settings")
+    actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print every setting and where it came from")
+    add_setting_flags(show)
+    show.set_defaults(run=_config_show)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except TierKVError as error:
+        if os.environ.get("TIERKV_DEBUG") == "1":
+            raise
+        print(f"tierkv: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tierkv: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`tierkv ... | head`); keep the interpreter's last flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from tierkv.cli_generate import generate  # torch and transformers, only when needed
+
+    return generate(settings, args.prompt_file, args.prompt, as_json=args.json)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from tierkv.doctor import doctor  # torch, only when needed
+
+    store = args.store or os.environ.get("TIERKV_STORE") or None
+    return doctor(store, as_json=args.json)
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    rows = [*settings_from(args).rows(), converted_dir(os.environ)]
+    widths = [max(len(row.name) for row in rows), max(len(row.text) for row in rows)]
+    for row in rows:
+        print(f"{row.name:<{widths[0]}}  {row.text:<{widths[1]}}  {row.origin}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -63,7 +63,8 @@ def test_half_precision_logits(name: str, dtype: torch.dtype, kind: str, tmp_pat
         with tierkv.wrap(hf_model, **settings) as wrapped:
             tier_cache, parts = wrapped.cache(), []
             for start in (0, 50, 100):
-                parts.append(hf_model(ids[:, start : start + 50], past_key_values=tier_cache).logits)
+                chunk = ids[:, start : start + 50]
+                parts.append(hf_model(chunk, past_key_values=tier_cache).logits)
             ours = torch.cat(parts, dim=1).float()
     model.cache_clear()
     stock_error = ((stock - exact).norm() / exact.norm()).item()

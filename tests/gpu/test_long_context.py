@@ -32,7 +32,7 @@ def llama_8b() -> Any:
 
 
 def convert(model: Any, dtype: torch.dtype) -> None:
-    """Change the weights' type only: rotary frequencies stay float32, as transformers loads them."""
+    """Change the type of the weights only: rotary frequencies stay float32, as when loaded."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 

@@ -24,8 +24,9 @@ def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
     geometry = Geometry(1, 3, 40, 24, request.param, 16)
     warm = WarmTier(geometry, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7  # copies must stop at the border of two registered chunks
+    device = torch.device("cuda")
     engine = Transfer(
-        geometry, warm, None, torch.device("cuda"), staging_pages=12, staging_buffers=2, io_threads=1
+        geometry, warm, None, device, staging_pages=12, staging_buffers=2, io_threads=1
     )
     yield engine
     engine.close()
@@ -43,36 +44,40 @@ def test_down_and_up_are_bitwise(transfer: Transfer, seed: int) -> None:
     k = torch.randn(*shape, geometry.k_dim, device="cuda").to(geometry.dtype)
     v = torch.randn(*shape, geometry.v_dim, device="cuda").to(geometry.dtype)
     want_k, want_v = k.clone(), v.clone()
-    arena = transfer.staging[seed % 2]
+    arena = transfer.staging[0]
     arena.k.fill_(float("nan"))
     arena.v.fill_(float("nan"))
     transfer.write_down(k, v, frames)
     k.fill_(float("nan"))  # the source may be reused at once
     v.fill_(float("nan"))
     slots = np.sort(rng.permutation(12)[:count]).astype(np.int64)
-    transfer.wait_ready(transfer.bring_up(seed % 2, slots, frames, [], None).result())
+    spans = transfer.spans(slots, frames)
+    transfer.wait_ready(transfer.bring_up(seed % 2, spans, frames, []).result())
+    arena, free = transfer.open_staging(seed % 2, spans, None)
     got_k, got_v = arena.pages(slots)
-    assert torch.equal(got_k, want_k) and torch.equal(got_v, want_v)
-    transfer.release_staging(seed % 2)
+    assert free and torch.equal(got_k, want_k) and torch.equal(got_v, want_v)
 
 
 def test_delayed_copies_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing wait between streams shows when copies are late (vLLM 31210, 46278; SGLang 22811)."""
+    """A missing wait between streams shows when copies are late.
+
+    The bugs: vLLM issues 31210 and 45704, SGLang pull request 22811.
+    """
     hf_model = tiny_model("llama").cuda()
     ids = torch.randint(3, 199, (2, 400), device="cuda")
     want = hf_model.generate(ids, max_new_tokens=24, do_sample=False)
     rng = random.Random(0)
 
-    def late(method: Any, stream_name: str) -> Any:
+    def late(method: Any, clock: str) -> Any:
         def delayed(self: Transfer, *args: Any) -> Any:
-            with torch.cuda.stream(getattr(self, stream_name)):
+            with torch.cuda.stream(getattr(self, clock).stream):
                 torch.cuda._sleep(rng.randrange(0, 400_000))
             return method(self, *args)
 
         return delayed
 
-    monkeypatch.setattr(Transfer, "_up", late(Transfer._up, "_up_stream"))
-    monkeypatch.setattr(Transfer, "_down", late(Transfer._down, "_down_stream"))
+    monkeypatch.setattr(Transfer, "_enqueue_up", late(Transfer._enqueue_up, "_up"))
+    monkeypatch.setattr(Transfer, "_enqueue_down", late(Transfer._enqueue_down, "_down"))
     for kind in ("warm", "cold"):
         settings = budgets(kind, hf_model, tmp_path, page_tokens=16, rows=2)
         with tierkv.wrap(hf_model, prefill_chunk=100, **settings) as wrapped:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tierkv.attention import fused
-from tierkv.attention.merge import Partial, apply_sinks, merge
+from tierkv.attention.merge import Partial, apply_sinks, merge, merge_all
 from tierkv.paging.lookup import Lookup, Segment
 
 MAX_EXPANDED_TOKENS = 4096
 """Tokens whose latents are expanded to keys and values at once."""
+
+DECODE_QUERIES = 16
+"""Up to this many queries the parts of a lookup are merged once at the end."""
 
 Expand = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -48,29 +51,34 @@ def attend(
         ``[batch, queries, heads, v_dim]`` in the query's dtype.
     """
     batch, heads, queries, _ = query.shape
-    result: Partial | None = None
+    parts: list[Partial] = []
     if lookup.new_tokens > 1:
         recent = mask if mask is None else mask[..., -lookup.new_tokens :]
         if lookup.length - lookup.new_tokens >= first_visible:
             recent = None
-        result = fused.attend_causal(
-            query, key, value, scale=scale, mask=recent, softcap=softcap
+        parts.append(
+            fused.attend_causal(query, key, value, scale=scale, mask=recent, softcap=softcap)
         )
     page_tokens = lookup.manager.geometry.page_tokens
     segments = lookup.segments()
     if expand is not None:
         segments = _cut(segments, page_tokens)
+    folded: torch.Tensor | None = None
     for segment in segments:
         k, v = segment.k, segment.v
         if expand is not None:
             k, v = expand(k, v)
+        if folded is None:
+            folded = _fold(query, k.shape[1])
         seen = _visible(segment, mask, first_visible, page_tokens)
         part = fused.attend(
-            _fold(query[segment.rows], k.shape[1]), k, v, scale=scale, mask=seen, softcap=softcap
+            folded[segment.rows], k, v, scale=scale, mask=seen, softcap=softcap
         )
-        part = _unfold(part, heads, queries)
-        result = _merge_rows(result, part, segment.rows, batch)
-    assert result is not None
+        part = _spread(_unfold(part, heads, queries), segment.rows, batch)
+        parts.append(part)
+        if queries > DECODE_QUERIES:  # parts are large: keep one
+            parts = [parts[0] if len(parts) == 1 else merge(*parts)]
+    result = merge_all(parts)
     out = result.out if sinks is None else apply_sinks(result, sinks.view(1, heads, 1))
     return out.transpose(1, 2).to(query.dtype)
 
@@ -113,15 +121,11 @@ def _visible(
     return mask[segment.rows][..., segment.columns(page_tokens, mask.device)]
 
 
-def _merge_rows(result: Partial | None, part: Partial, rows: slice, batch: int) -> Partial:
+def _spread(part: Partial, rows: slice, batch: int) -> Partial:
+    """Extend a part that only some sequences read to the whole batch: the rest saw nothing."""
     if part.out.shape[0] == batch:
-        return part if result is None else merge(result, part)
-    if result is None:  # some sequences first: the others have seen nothing yet
-        result = Partial(
-            part.out.new_zeros((batch, *part.out.shape[1:]), dtype=torch.float32),
-            part.lse.new_full((batch, *part.lse.shape[1:]), -torch.inf),
-        )
-    merged = merge(Partial(result.out[rows], result.lse[rows]), part)
-    out, lse = result.out.float().clone(), result.lse.clone()
-    out[rows], lse[rows] = merged
+        return part
+    out = part.out.new_zeros((batch, *part.out.shape[1:]))
+    lse = part.lse.new_full((batch, *part.lse.shape[1:]), -torch.inf)
+    out[rows], lse[rows] = part
     return Partial(out, lse)

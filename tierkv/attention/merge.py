@@ -34,6 +34,23 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, base + torch.log(total))
 
 
+def merge_all(parts: list[Partial]) -> Partial:
+    """Return attention over the union of any number of disjoint sets of keys, in float32.
+
+    One pass over all parts: for decoding, where parts are small and launches are what costs.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([part.lse for part in parts])
+    top = lse.amax(dim=0)
+    base = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(lse - base)
+    total = weights.sum(dim=0)
+    shares = weights / total.masked_fill(total == 0, 1.0)
+    out = torch.stack([part.out for part in parts])
+    return Partial((out * shares.unsqueeze(-1)).sum(dim=0), base + torch.log(total))
+
+
 def apply_sinks(part: Partial, sinks: torch.Tensor) -> torch.Tensor:
     """Let learned sink logits take their share of the softmax (gpt-oss).
 

@@ -20,7 +20,7 @@ from tierkv.paging.sequences import Sequences
 from tierkv.stats import Stats
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames
-from tierkv.tiers.transfer import Transfer
+from tierkv.tiers.transfer import Span, Transfer
 
 MAX_AHEAD = 64
 """Announced fetches in flight at most; warm frames and staging arenas bound them sooner."""
@@ -30,7 +30,7 @@ MAX_AHEAD = 64
 class Sources:
     """Where the pages of one fetch come from; held until they are copied."""
 
-    slots: Frames
+    spans: list[Span]
     frames: Frames
     reads: list[Future[None]]
     hot: Any
@@ -77,7 +77,7 @@ class Lookahead:
         self._ahead: deque[Fetch] = deque()
         self._next_layer = 0
         self._layers_left = 0
-        self._free_buffers = list(range(len(transfer.staging)))
+        self._free_buffers = list(range(transfer.staging_buffers))
 
     def stream(
         self, sequences: Sequences, layer: int, plan: Plan
@@ -101,7 +101,12 @@ class Lookahead:
             try:
                 self._wait(ticket)
                 assert ticket.buffer is not None
-                yield staged, self._transfer.staging[ticket.buffer]
+                source = ticket.sources
+                arena, free = self._transfer.open_staging(ticket.buffer, source.spans, source.hot)
+                if free:
+                    self._finish(ticket)
+                    self._advance()
+                yield staged, arena
             finally:
                 self._finish(ticket)
             self._advance()
@@ -150,7 +155,7 @@ class Lookahead:
                 ticket.buffer = self._free_buffers.pop()
                 source = ticket.sources
                 ticket.copied = self._transfer.bring_up(
-                    ticket.buffer, source.slots, source.frames, source.reads, source.hot
+                    ticket.buffer, source.spans, source.frames, source.reads
                 )
 
     def _wait(self, ticket: Ticket) -> None:
@@ -176,5 +181,5 @@ class Lookahead:
                 read.exception()
         ticket.release_sources()
         if ticket.buffer is not None:
-            self._transfer.release_staging(ticket.buffer)
             self._free_buffers.append(ticket.buffer)
+            ticket.buffer = None

@@ -453,6 +453,10 @@ class PageManager:
 
     def open_sources(self, fetch: Fetch) -> Sources | None:
         """Pin a fetch's pages and start their disk reads; None when warm frames are short."""
+        if fetch.settled:
+            self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.geometry.page_bytes
+            sources: Sources = fetch.settled[0]
+            return sources
         layer, blocks = fetch.layer, fetch.blocks
         with self._changed:
             hot, frames = self.directory.hot[blocks, layer], self.directory.warm[blocks, layer]
@@ -474,20 +478,23 @@ class PageManager:
         self.stats.warm_to_hot_bytes += len(slots) * self.geometry.page_bytes
         resident = None
         if len(on_device):
-            arena = self.hot.arenas[layer]
-            resident = (
-                torch.as_tensor(on_device, device=self.device), *arena.pages(hot[on_device]),
-            )  # fmt: skip
+            pages = self.hot.arenas[layer].pages(hot[on_device])
+            resident = (torch.as_tensor(on_device, device=self.device), *pages)
 
         def release() -> None:
-            with self._changed:
-                self.warm.inbound.give(inbound)
-                self._unpin(pinned)
+            if len(inbound) or pinned:
+                with self._changed:
+                    self.warm.inbound.give(inbound)
+                    self._unpin(pinned)
 
-        return Sources(
-            slots, frames, reads, resident, len(on_device), len(slots) - len(missing),
+        spans = self.transfer.spans(slots, frames)
+        sources = Sources(
+            spans, frames, reads, resident, len(on_device), len(slots) - len(missing),
             len(missing), release,
         )  # fmt: skip
+        if not (len(missing) or len(on_device) or pinned):
+            fetch.settled.append(sources)
+        return sources
 
     def _unpin(self, frames: list[int]) -> None:
         for frame in frames:

@@ -48,9 +48,9 @@ class Placement:
             WarmBudgetError: `cpu_budget` holds too few frames to pass pages to and from disk.
         """
         page = geometry.page_bytes
-        # Staging buffers and the workspace that batches gather into; on CUDA also the raw
-        # images of inbound and outbound copies.
-        copies = STAGING_BUFFERS + 1 + (2 * STAGING_BUFFERS if cuda else 0)
+        # Staging buffers and the workspace that batches gather into; on CUDA also buffers for
+        # outbound copies and the arena that staged frames are laid out in.
+        copies = STAGING_BUFFERS + 1 + (STAGING_BUFFERS + 1 if cuda else 0)
         staging = min(gpu_budget // 8, copies * MAX_STAGING_BYTES) // (copies * page)
         staging = max(staging, 1)
         hot = (gpu_budget - staging * copies * page) // (page * geometry.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ class Fetch:
 
     layer: int
     blocks: Blocks
+    settled: list[Any] = field(default_factory=list)
+    """The sources, once all pages have reached their warm homes; they stay there."""
 
     def same(self, other: Fetch) -> bool:
         """Whether both name the same pages in the same order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 import numpy.typing as npt
@@ -56,4 +57,4 @@ def runs(*columns: Frames) -> list[tuple[int, int]]:
     for column in columns:
         breaks |= np.diff(column) != 1
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), size]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))

@@ -1,21 +1,23 @@
 """Copies between tiers: the only creator of CUDA streams and events and of worker threads.
 
-Upwards (warm or hot pages into a staging arena) runs on a stream of its own, started by one
-worker thread in the order asked for; on a CPU device the thread itself copies. Downwards (sealed
-pages to warm) is enqueued behind the computation that made them. Reads from disk run on
-`io_threads` threads, writes to disk on one.
+Upwards (warm pages to the compute device) has a CUDA stream of its own; on a CPU device a worker
+thread copies. Copies that first need a disk read are started by that worker, in order, all others
+by the caller at once. Downwards (sealed pages to warm) is enqueued behind the computation that
+made them. Reads from disk run on `io_threads` threads, writes to disk on one.
 
-Every warm frame carries its pending write and read events. A copy waits for what it depends on
-(read after write, write after read, write after write), never for more.
+Work on a stream is numbered, and every warm frame carries the numbers of its last write and read:
+a copy waits for what it depends on (read after write, write after read), never for more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierkv.page import Geometry
@@ -23,6 +25,37 @@ from tierkv.tiers.arena import Arena, split_page
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames, runs
 from tierkv.tiers.warm import WarmTier, page_run_keys
+
+
+class Span(NamedTuple):
+    """Neighbouring warm frames that go to neighbouring staging slots in one copy."""
+
+    first: int
+    stop: int
+    warm: torch.Tensor
+
+
+class StreamClock:
+    """Numbers the work enqueued on one CUDA stream, which finishes in order."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        self._issued = self._done = 0
+        self._events: dict[int, Any] = {}
+
+    def tick(self) -> tuple[int, Any]:
+        """Mark everything enqueued so far; return its number and its event."""
+        self._issued += 1
+        event = self._events[self._issued] = self.stream.record_event()
+        return self._issued, event
+
+    def pending(self, numbers: npt.NDArray[np.int64]) -> Any:
+        """Return the event of the latest of `numbers` if it may not be over yet, else None."""
+        latest = int(numbers.max()) if len(numbers) else 0
+        while self._done < latest and self._events[self._done + 1].query():
+            self._done += 1
+            del self._events[self._done]
+        return self._events[latest] if latest > self._done else None
 
 
 class Transfer:
@@ -45,107 +78,114 @@ class Transfer:
         io_threads: int,
     ):
         self.geometry, self.warm, self.cold, self.device = geometry, warm, cold, device
-        self.staging = Arena.allocate(geometry, staging_pages, device, staging_buffers)
         self.cuda = device.type == "cuda"
+        arenas = 1 if self.cuda else staging_buffers
+        self.staging = Arena.allocate(geometry, staging_pages, device, arenas)
+        self.staging_buffers = staging_buffers
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
         self._io_threads = io_threads
         if self.cuda:
-            self._up_stream = torch.cuda.Stream(device, priority=-1)
-            self._down_stream = torch.cuda.Stream(device, priority=-1)
+            self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
+            self._down = StreamClock(torch.cuda.Stream(device, priority=-1))
             shape = (2 * staging_buffers, staging_pages, geometry.frame_bytes)
             raw = torch.empty(shape, dtype=torch.uint8, device=device)
             self._up_raw, self._down_raw = raw[:staging_buffers], raw[staging_buffers:]
-            self._staging_read: list[Any] = [None] * staging_buffers
+            self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
-            self._frame_written = np.full(warm.num_frames, None, dtype=object)
-            self._frame_read = np.full(warm.num_frames, None, dtype=object)
+            self._frame_written = np.zeros(warm.num_frames, dtype=np.int64)
+            self._frame_read = np.zeros(warm.num_frames, dtype=np.int64)
+            self._enqueue = threading.Lock()  # the up stream has two feeders
 
     # -- upwards ---------------------------------------------------------------------------
 
+    def spans(self, slots: Frames, frames: Frames) -> list[Span]:
+        """Group warm frames and the staging slots they go to (``[n]`` each) into few copies."""
+        return [
+            Span(int(slots[start]), int(slots[stop - 1]) + 1, self.warm.span(frames[start:stop]))
+            for start, stop in runs(slots, page_run_keys(self.warm, frames))
+        ]
+
     def bring_up(
-        self, buffer: int, slots: Frames, frames: Frames, reads: Sequence[Future[None]], hot: Any
+        self, buffer: int, spans: list[Span], frames: Frames, reads: Sequence[Future[None]]
     ) -> Future[Any]:
-        """Copy warm frames into slots of a staging arena, in the background.
+        """Start copying warm frames into a staging buffer.
 
         Args:
-            buffer: index of the staging arena; `release_staging` was called for its last use.
-            slots, frames: ``[n]`` where to and from where.
+            buffer: index of the staging buffer; `release_staging` was called for its last use.
+            spans, frames: what `spans` returned, and the frames it was made of.
             reads: disk reads that fill some of the frames; their errors are passed on.
-            hot: ``(slots, k_pages, v_pages)`` of pages to copy on the device, or None.
 
         Returns:
-            A future of the CUDA event after which the slots may be read (None on CPU).
+            A future of the CUDA event that ends the copy (None on CPU).
         """
-        computed = self._record_compute() if hot is not None else None
-        return self._up_pool.submit(self._up, buffer, slots, frames, reads, hot, computed)
+        if self.cuda and not reads:
+            done: Future[Any] = Future()
+            done.set_result(self._enqueue_up(buffer, spans, frames))
+            return done
+        return self._up_pool.submit(self._bring_up, buffer, spans, frames, reads)
 
-    def _up(
-        self,
-        buffer: int,
-        slots: Frames,
-        frames: Frames,
-        reads: Sequence[Future[None]],
-        hot: Any,
-        computed: Any,
+    def _bring_up(
+        self, buffer: int, spans: list[Span], frames: Frames, reads: Sequence[Future[None]]
     ) -> Any:
         for read in reads:
             read.result()
-        arena = self.staging[buffer]
-        if not self.cuda:
-            for start, stop in runs(slots, page_run_keys(self.warm, frames)):
-                k, v = split_page(self.warm.span(frames[start:stop]), self.geometry)
-                first, last = int(slots[start]), int(slots[stop - 1]) + 1
-                arena.k_frames[:, first:last].copy_(k)
-                arena.v_frames[:, first:last].copy_(v)
-            self._copy_hot(arena, hot)
-            return None
-        with torch.cuda.device(self.device), torch.cuda.stream(self._up_stream):
-            stream = self._up_stream
-            if self._staging_read[buffer] is not None:
-                stream.wait_event(self._staging_read[buffer])
-            for event in _distinct(self._frame_written[frames]):
-                stream.wait_event(event)
-            raw = self._up_raw[buffer]
-            for start, stop in runs(slots, page_run_keys(self.warm, frames)):
-                first, last = int(slots[start]), int(slots[stop - 1]) + 1
-                raw[first:last].copy_(self.warm.span(frames[start:stop]), non_blocking=True)
-            for start, stop in runs(slots):
-                first, last = int(slots[start]), int(slots[stop - 1]) + 1
-                k, v = split_page(raw[first:last], self.geometry)
-                arena.k_frames[:, first:last].copy_(k)
-                arena.v_frames[:, first:last].copy_(v)
-            if computed is not None:
-                stream.wait_event(computed)
-            self._copy_hot(arena, hot)
-            ready = stream.record_event()
-            self._frame_read[frames] = ready
-            return ready
+        if self.cuda:
+            return self._enqueue_up(buffer, spans, frames)
+        for span in spans:
+            self._unpack(span.warm, self.staging[buffer], span.first, span.stop)
+        return None
 
-    @staticmethod
-    def _copy_hot(arena: Arena, hot: Any) -> None:
+    def _enqueue_up(self, buffer: int, spans: list[Span], frames: Frames) -> Any:
+        with self._enqueue, torch.cuda.stream(self._up.stream):
+            if self._raw_read[buffer] is not None:
+                self._up.stream.wait_event(self._raw_read[buffer])
+            written = self._down.pending(self._frame_written[frames])
+            if written is not None:
+                self._up.stream.wait_event(written)
+            raw = self._up_raw[buffer]
+            for span in spans:
+                raw[span.first : span.stop].copy_(span.warm, non_blocking=True)
+            number, event = self._up.tick()
+            self._frame_read[frames] = number
+            return event
+
+    def _unpack(self, raw: torch.Tensor, arena: Arena, first: int, stop: int) -> None:
+        k, v = split_page(raw, self.geometry)
+        arena.k_frames[:, first:stop].copy_(k)
+        arena.v_frames[:, first:stop].copy_(v)
+
+    def wait_ready(self, copied: Any) -> bool:
+        """Make the caller's stream wait for a copy; return whether it was already over."""
+        if copied is None:
+            return True
+        over = bool(copied.query())
+        torch.cuda.current_stream(self.device).wait_event(copied)
+        return over
+
+    def open_staging(self, buffer: int, spans: list[Span], hot: Any) -> tuple[Arena, bool]:
+        """Return the arena that holds a staged block, and whether the buffer is free again.
+
+        On CUDA the raw frames are laid out for attention here, behind the caller's own work, so
+        that the copy stream does nothing but copy.
+
+        Args:
+            hot: ``(slots, k_pages, v_pages)`` of pages to add from the device, or None.
+        """
+        if not self.cuda:
+            arena = self.staging[buffer]
+        else:
+            arena = self.staging[0]
+            for first, stop in _joined(spans):
+                self._unpack(self._up_raw[buffer][first:stop], arena, first, stop)
+            self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
             slots, k, v = hot
             arena.k_frames.index_copy_(1, slots, k)
             arena.v_frames.index_copy_(1, slots, v)
-
-    def wait_ready(self, ready: Any) -> bool:
-        """Make the caller's stream wait for `bring_up`; return whether it was already done."""
-        if ready is None:
-            return True
-        done = bool(ready.query())
-        torch.cuda.current_stream(self.device).wait_event(ready)
-        return done
-
-    def release_staging(self, buffer: int) -> None:
-        """Declare that everything enqueued so far is the last use of a staging arena."""
-        if self.cuda:
-            self._staging_read[buffer] = self._record_compute()
-
-    def _record_compute(self) -> Any:
-        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return arena, self.cuda
 
     # -- downwards -------------------------------------------------------------------------
 
@@ -163,10 +203,10 @@ class Transfer:
             return
         step = self._down_raw.shape[1]
         for begin in range(0, len(frames), step):
-            self._down(k[:, begin : begin + step], v[:, begin : begin + step],
-                       frames[begin : begin + step])  # fmt: skip
+            part = slice(begin, begin + step)
+            self._enqueue_down(k[:, part], v[:, part], frames[part])
 
-    def _down(self, k: torch.Tensor, v: torch.Tensor, frames: Frames) -> None:
+    def _enqueue_down(self, k: torch.Tensor, v: torch.Tensor, frames: Frames) -> None:
         turn, compute = self._down_turn, torch.cuda.current_stream(self.device)
         self._down_turn = (turn + 1) % len(self._down_raw)
         if self._down_done[turn] is not None:
@@ -175,16 +215,17 @@ class Transfer:
         raw_k, raw_v = split_page(raw, self.geometry)
         raw_k.copy_(k)
         raw_v.copy_(v)
-        stream = self._down_stream
-        stream.wait_event(compute.record_event())
-        for event in _distinct(self._frame_read[frames], self._frame_written[frames]):
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
+        self._down.stream.wait_event(compute.record_event())
+        with self._enqueue:
+            read = self._up.pending(self._frame_read[frames])
+        if read is not None:
+            self._down.stream.wait_event(read)
+        with torch.cuda.stream(self._down.stream):
             for start, stop in runs(page_run_keys(self.warm, frames)):
                 self.warm.span(frames[start:stop]).copy_(raw[start:stop], non_blocking=True)
-            done = stream.record_event()
-        self._frame_written[frames] = done
-        self._down_done[turn] = done
+            with self._enqueue:
+                number, self._down_done[turn] = self._down.tick()
+                self._frame_written[frames] = number
 
     # -- disk ------------------------------------------------------------------------------
 
@@ -218,8 +259,14 @@ class Transfer:
     def _wait_frames(self, frames: Frames) -> None:
         """Block this thread until no copy to or from the frames is pending."""
         if self.cuda:
-            for event in _distinct(self._frame_written[frames], self._frame_read[frames]):
-                event.synchronize()
+            with self._enqueue:
+                events = (
+                    self._down.pending(self._frame_written[frames]),
+                    self._up.pending(self._frame_read[frames]),
+                )
+            for event in events:
+                if event is not None:
+                    event.synchronize()
 
     def close(self) -> None:
         """Wait for all copies and end the threads."""
@@ -229,6 +276,12 @@ class Transfer:
             torch.cuda.synchronize(self.device)
 
 
-def _distinct(*events: Any) -> list[Any]:
-    unique = {id(event): event for column in events for event in column if event is not None}
-    return list(unique.values())
+def _joined(spans: list[Span]) -> list[tuple[int, int]]:
+    """Return the slot ranges of spans, neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.first:
+            ranges[-1] = (ranges[-1][0], span.stop)
+        else:
+            ranges.append((span.first, span.stop))
+    return ranges

@@ -71,9 +71,7 @@ def attend(
         if folded is None:
             folded = _fold(query, k.shape[1])
         seen = _visible(segment, mask, first_visible, page_tokens)
-        part = fused.attend(
-            folded[segment.rows], k, v, scale=scale, mask=seen, softcap=softcap
-        )
+        part = fused.attend(folded[segment.rows], k, v, scale=scale, mask=seen, softcap=softcap)
         part = _spread(_unfold(part, heads, queries), segment.rows, batch)
         parts.append(part)
         if queries > DECODE_QUERIES:  # parts are large: keep one

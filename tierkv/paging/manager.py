@@ -111,9 +111,7 @@ class PageManager:
 
     # -- appending -------------------------------------------------------------------------
 
-    def append(
-        self, sequences: Sequences, layer: int, k: torch.Tensor, v: torch.Tensor
-    ) -> Lookup:
+    def append(self, sequences: Sequences, layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
         """Append tokens to one layer of a batch of sequences; seal the pages they fill.
 
         k, v: ``[batch, kv_heads, new_tokens, dim]``. The first layer of a step checks that there
@@ -343,9 +341,7 @@ class PageManager:
         quota = share + (layer < extra) - self._homes_used[layer]
         return max(0, min(quota, self.warm.homes.free))
 
-    def _send_down(
-        self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def _send_down(self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write sealed pages to warm homes while they last, the rest through warm to disk.
 
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
@@ -374,9 +370,11 @@ class PageManager:
     def _take_outbound(self, count: int) -> Frames:
         with self._changed:
             self._changed.wait_for(
-                lambda: self.warm.outbound.free
-                or self._spill_error
-                or not (self._queued or self._writing)
+                lambda: (
+                    self.warm.outbound.free
+                    or self._spill_error
+                    or not (self._queued or self._writing)
+                )
             )
             pinned = not self.warm.outbound.free and not self._spill_error
         if pinned:  # every frame is on disk but held for an upcoming lookup, which must yield

@@ -14,6 +14,11 @@ from tierkv.attention.merge import Partial
 
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cuda_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_cuda_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+CUDNN_MIN_QUERIES = 512
+"""cuDNN attention is about twice as fast as flash for many queries, slower for few."""
+CUDNN_MAX_DIM = 128
 
 
 def attend(
@@ -75,5 +80,8 @@ def _flash(
     if q.device.type == "cpu":
         out, lse = _cpu_flash(q, k, v, 0.0, causal, scale=scale)
         return Partial(out, lse)
+    if q.shape[2] >= CUDNN_MIN_QUERIES and q.shape[3] <= CUDNN_MAX_DIM and q.shape[3] % 8 == 0:
+        result = _cuda_cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return Partial(result[0], result[1].squeeze(-1))
     result = _cuda_flash(q, k, v, 0.0, causal, False, scale=scale)
     return Partial(result[0], result[1])

@@ -8,6 +8,8 @@ page-aligned `mmap`, registered with CUDA, unregistered on close.
 from __future__ import annotations
 
 import mmap
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -18,7 +20,11 @@ from tierkv.tiers.frames import FramePool, Frames
 from tierkv.units import format_bytes
 
 CHUNK_BYTES = 256 << 20
-"""Host memory is taken in steps of this size: small enough to pin in about 0.1 s."""
+"""Host memory is taken in steps of this size."""
+CHUNKS_AHEAD = 6
+"""Chunks that are touched and pinned in the background before a frame in them is needed."""
+PIN_THREADS = 3
+"""Threads that touch and pin; the kernel's zeroing of pages is what takes the time."""
 
 
 class WarmTier:
@@ -43,7 +49,9 @@ class WarmTier:
         self.inbound = FramePool(homes, homes + inbound)
         self.outbound = FramePool(homes + inbound, self.num_frames)
         self.chunk_frames = max(1, CHUNK_BYTES // self.frame_bytes)
-        self._chunks: dict[int, tuple[mmap.mmap, torch.Tensor]] = {}
+        self._chunks: dict[int, Future[tuple[mmap.mmap, torch.Tensor]]] = {}
+        self._taking = threading.Lock()
+        self._pin_pool = ThreadPoolExecutor(PIN_THREADS, "tierkv-pin") if pinned else None
 
     def span(self, frames: Frames) -> torch.Tensor:
         """View a run of consecutive frames of one chunk as ``[n, frame_bytes]`` uint8."""
@@ -59,13 +67,30 @@ class WarmTier:
         chunk, index = divmod(frame, self.chunk_frames)
         self._chunk(chunk)
         start = index * self.frame_bytes
-        return memoryview(self._chunks[chunk][0])[start : start + self.frame_bytes]
+        return memoryview(self._chunks[chunk].result()[0])[start : start + self.frame_bytes]
 
     def _chunk(self, chunk: int) -> torch.Tensor:
+        """Return a chunk's frames, ``[frames, frame_bytes]``; pinned memory is made ahead."""
         if chunk not in self._chunks:
-            frames = min(self.chunk_frames, self.num_frames - chunk * self.chunk_frames)
-            self._chunks[chunk] = self._map(frames * self.frame_bytes)
-        return self._chunks[chunk][1]
+            with self._taking:
+                last = min(chunk + CHUNKS_AHEAD if self.pinned else chunk, self.num_chunks - 1)
+                for near in range(chunk, last + 1):
+                    if near not in self._chunks:
+                        self._chunks[near] = self._take(near)
+        return self._chunks[chunk].result()[1]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the budget allows."""
+        return -(-self.num_frames // self.chunk_frames)
+
+    def _take(self, chunk: int) -> Future[tuple[mmap.mmap, torch.Tensor]]:
+        frames = min(self.chunk_frames, self.num_frames - chunk * self.chunk_frames)
+        if self._pin_pool is not None:
+            return self._pin_pool.submit(self._map, frames * self.frame_bytes)
+        taken: Future[tuple[mmap.mmap, torch.Tensor]] = Future()
+        taken.set_result(self._map(frames * self.frame_bytes))
+        return taken
 
     def _map(self, num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
         try:
@@ -78,7 +103,9 @@ class WarmTier:
         view = torch.frombuffer(memory, dtype=torch.uint8).view(-1, self.frame_bytes)
         assert view.data_ptr() % SECTOR == 0
         if self.pinned:
-            status = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), num_bytes, 0)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+            view.zero_()  # touches every page, on several threads
+            status = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), num_bytes, 1)
             if int(status) != 0:
                 raise WarmBudgetError(
                     f"{format_bytes(num_bytes)} of warm memory could not be pinned (CUDA error "
@@ -94,7 +121,8 @@ class WarmTier:
     @property
     def taken_bytes(self) -> int:
         """Host bytes taken from the operating system so far."""
-        return sum(view.numel() for _, view in self._chunks.values())
+        taken = [chunk for chunk in self._chunks.values() if chunk.done()]
+        return sum(chunk.result()[1].numel() for chunk in taken if chunk.exception() is None)
 
     @property
     def capacity_bytes(self) -> int:
@@ -103,9 +131,11 @@ class WarmTier:
 
     def close(self) -> None:
         """Unpin and give back all memory. The caller has waited for every copy."""
-        if self.pinned:
-            for _, view in self._chunks.values():
-                torch.cuda.cudart().cudaHostUnregister(view.data_ptr())
+        if self._pin_pool is not None:
+            self._pin_pool.shutdown(wait=True, cancel_futures=True)
+            for chunk in self._chunks.values():
+                if not chunk.cancelled() and chunk.exception() is None:
+                    torch.cuda.cudart().cudaHostUnregister(chunk.result()[1].data_ptr())
         self._chunks.clear()
 
 

@@ -27,11 +27,11 @@ def merge(a: Partial, b: Partial) -> Partial:
     """Return attention over the union of two disjoint sets of keys, in float32."""
     top = torch.maximum(a.lse, b.lse)
     base = top.masked_fill(top == -torch.inf, 0.0)  # never (-inf) - (-inf)
-    weight_a, weight_b = torch.exp(a.lse - base), torch.exp(b.lse - base)
-    total = weight_a + weight_b
-    safe = total.masked_fill(total == 0, 1.0)
-    out = a.out * (weight_a / safe).unsqueeze(-1) + b.out * (weight_b / safe).unsqueeze(-1)
-    return Partial(out, base + torch.log(total))
+    weight = torch.exp(b.lse - base)
+    total = torch.exp(a.lse - base) + weight
+    share = (weight / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
+    wide = torch.promote_types(a.out.dtype, torch.float32)
+    return Partial(torch.lerp(a.out.to(wide), b.out.to(wide), share), base + torch.log(total))
 
 
 def merge_all(parts: list[Partial]) -> Partial:

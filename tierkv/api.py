@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from tierkv.hf.geometry import model_geometry
 from tierkv.paging.manager import PageManager
 from tierkv.tiers.cold import ColdStore
 
-DEFAULT_CHUNK_TOKENS = 2048
-"""Prompt tokens per forward: large enough for full-speed matrix products."""
+DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
+"""Prompt tokens per forward: enough for full-speed matrix products, and on a GPU for the
+arithmetic of a chunk to take longer than streaming its past."""
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 """What transformers calls the cache: the first until 5.23, the second from 5.24."""
 
@@ -37,6 +39,7 @@ class TieredModel:
         self.config = config
         self.hf_model = hf_model
         self._prefilled = {"tokens": 0, "seconds": 0.0}
+        self._last_report: dict[str, Any] | None = None
         self._closed = False
         text = hf_model.config.get_text_config(decoder=True)
         latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
@@ -101,7 +104,7 @@ class TieredModel:
             self.hf_model,
             input_ids,
             tier_cache,
-            chunk_tokens=self.config.prefill_chunk or DEFAULT_CHUNK_TOKENS,
+            chunk_tokens=self.config.prefill_chunk or DEFAULT_CHUNK_TOKENS[input_ids.device.type],
             attention_mask=attention_mask,
             on_progress=on_progress,
         )
@@ -212,9 +215,11 @@ class TieredModel:
         return (input_ids != pad).long()
 
     def stats(self) -> dict[str, Any]:
-        """Return counters and the state of the tiers as plain JSON types."""
-        report = self.manager.report() if self.manager is not None else {}
-        return {**report, "prefill": dict(self._prefilled)}
+        """Return counters and the state of the tiers, the last one once closed (JSON types)."""
+        return {**(self._last_report or self._report()), "prefill": dict(self._prefilled)}
+
+    def _report(self) -> dict[str, Any]:
+        return self.manager.report() if self.manager is not None else {}
 
     def close(self) -> None:
         """Release all memory and threads, close the store, and give the model back unchanged."""
@@ -222,6 +227,7 @@ class TieredModel:
             return
         self._closed = True
         detach(self.hf_model, self._former)
+        self._last_report = copy.deepcopy(self._report())
         if self.manager is not None:
             self.manager.close()
 
@@ -230,6 +236,7 @@ class TieredModel:
             raise ClosedError("the model was closed; wrap it again")
 
     def __enter__(self) -> TieredModel:
+        self._check_open()
         return self
 
     def __exit__(
@@ -252,7 +259,9 @@ def wrap(hf_model: Any, **settings: Any) -> TieredModel:
     return TieredModel(hf_model, Config.from_kwargs(**settings))
 
 
-def prefill(model: TieredModel, input_ids: torch.Tensor, tier_cache: TierCache, **kwargs: Any) -> Any:
+def prefill(
+    model: TieredModel, input_ids: torch.Tensor, tier_cache: TierCache, **kwargs: Any
+) -> Any:
     """Run a prompt into a cache in chunks and return the last chunk's output.
 
     Keyword arguments: `attention_mask` ``[batch, tokens]`` and `on_progress`. Only tokens that

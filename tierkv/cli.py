@@ -71,6 +71,36 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", **options)
 
 
+def add_bench_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``tierkv bench``; `tierkv.cli_bench` reads them."""
+    add = parser.add_argument
+    add("--shape", action="append", metavar="NAME[:TOKENS]",
+        help="llama-3.1-8b, llama-3.2-1b, llama-3-70b, qwen2.5-7b-1m, tiny or a config.json, and "
+        "its contexts; may be repeated (default: llama-3.1-8b, without a GPU tiny)")  # fmt: skip
+    add("--tokens", metavar="N,N", help="contexts (default: 128K,256K,512K,1M)")
+    add("--hot", default="1/8", metavar="SHARES",
+        help="gpu_budget as shares of the KV, such as 1/8,1 (default: 1/8)")  # fmt: skip
+    add("--cpu-budget", metavar="SIZE", help="host memory for KV (default: all that is not hot)")
+    add("--store", metavar="DIR", help="directory of the cold tier, for what fits neither")
+    add("--prefill", nargs="?", const="128K", metavar="N",
+        help="also prefill contexts up to N really (128K if N is left out)")  # fmt: skip
+    add("--without", action="append", default=[], choices=("transformers", "offloaded"),
+        help="leave out a baseline")  # fmt: skip
+    add("--steps", type=int, default=0, metavar="N", help="decode steps (default: 64)")
+    add("--limit-seconds", type=float, default=0.0, metavar="S",
+        help="end a decode measurement early after this long (default: 20)")  # fmt: skip
+    add("--page-tokens", type=int, default=32, metavar="N", help=_HELP["page_tokens"][1])
+    add("--prefill-chunk", type=int, default=0, metavar="N", help=_HELP["prefill_chunk"][1])
+    add("--device", default="auto", metavar="NAME", help=_HELP["device"][1])
+    add("--dtype", default="auto", choices=DTYPES,
+        help="auto is bfloat16 on a GPU and float32 without")  # fmt: skip
+    add("--quick", action="store_true", help="one context and few steps: about a minute")
+    add("--json", metavar="FILE", help="write the report there, after every row")
+    add("--plots", metavar="DIR", help="write pictures there (needs matplotlib)")
+    add("--report", metavar="FILE", help="print and draw an earlier --json FILE; measure nothing")
+    add("--commit", metavar="HASH", help="what to record where there is no git checkout")
+
+
 def settings_from(args: argparse.Namespace) -> Settings:
     """Return the effective settings of parsed flags, their ``--config`` file and the environment.
 
@@ -107,6 +137,10 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(run=_doctor)
 
+    bench = commands.add_parser("bench", help="measure decode and prefill with KV off the GPU")
+    add_bench_flags(bench)
+    bench.set_defaults(run=_bench)
+
     config = commands.add_parser("config", help="show the effective settings")
     actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
     show = actions.add_parser("show", help="print every setting and where it came from")
@@ -141,6 +175,12 @@ def _generate(args: argparse.Namespace) -> int:
     from tierkv.cli_generate import generate  # torch and transformers, only when needed
 
     return generate(settings, args.prompt_file, args.prompt, as_json=args.json)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from tierkv.cli_bench import bench  # torch and transformers, only when needed
+
+    return bench(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -35,7 +35,7 @@ class PrefillBar:
         self._task = self._progress.add_task("prefill", total=None, rate="", tiers="")
 
     def update(self, done: int, total: int, stats: dict[str, Any]) -> None:
-        """Show `done` of `total` prompt tokens, the speed so far and pages by tier; fits 80 columns."""
+        """Show `done` of `total` prompt tokens, the speed so far and pages by tier."""
         elapsed = self._progress.tasks[self._task].elapsed
         pages = [
             f"{tier} {stats['tiers'][tier]['pages']}"

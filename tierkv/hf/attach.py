@@ -8,7 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from tierkv.errors import TierKVError, UnsupportedModelError
-from tierkv.hf import attention
+from tierkv.hf.attention import register
+from tierkv.hf.cache import NAME
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -53,14 +54,14 @@ def attach(model: PreTrainedModel) -> str:
         )
     cache_argument(model)
     former: str = config._attn_implementation
-    if former == attention.NAME:
+    if former == NAME:
         raise TierKVError(
             f"{name} is already wrapped by tierkv (its attn_implementation is {former!r}); close "
             f"the other wrapper first, or use it"
         )
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
-    if config._attn_implementation != attention.NAME:
+    register()
+    model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:
         raise UnsupportedModelError(
             f"{name} computes attention in its own code and cannot be switched to another "
             f"implementation (transformers refused)"

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from tierkv.attention import exact, reference
 from tierkv.attention.merge import apply_sinks
 from tierkv.errors import UnsupportedModelError
-from tierkv.hf.cache import NAME, take_handle
+from tierkv.hf.cache import NAME, forget_pending, take_handle
 
 UNSUPPORTED = ("position_bias", "indices", "block_indices", "output_attentions", "cu_seq_lens_q")
 """Arguments of attention functions that change the result and that tierkv does not implement."""
@@ -46,7 +46,7 @@ def tier_attention(
     Raises:
         UnsupportedModelError: the call asks for something that would be silently wrong.
     """
-    name = type(module).__name__
+    name, handle = type(module).__name__, take_handle(key, getattr(module, "layer_idx", -1))
     for argument in UNSUPPORTED:
         if kwargs.get(argument) is not None and kwargs[argument] is not False:
             raise UnsupportedModelError(f"{name} passes {argument} to attention: not supported")
@@ -54,7 +54,6 @@ def tier_attention(
         what = f"dropout {dropout}" if dropout else "attention that is not causal"
         raise UnsupportedModelError(f"{name} asks for {what}: not supported")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    handle = take_handle(key, getattr(module, "layer_idx", -1))
     with torch.no_grad():
         if handle is None:
             out = _dense(query, key, value, attention_mask, scale, softcap, s_aux)
@@ -73,6 +72,7 @@ def tier_attention(
             query, key, value, handle.lookup, scale=scale, mask=mask, first_visible=first or 0,
             softcap=softcap, sinks=s_aux, expand=getattr(module, "expand_kv", None),
         )  # fmt: skip
+    handle.attended()
     return out.contiguous(), None
 
 
@@ -117,6 +117,7 @@ def tier_mask(
     exists. Sliding-window and other patterns get transformers' own dense mask; they are applied
     on layers whose keys are all at hand.
     """
+    forget_pending()  # called before the layers of every forward
     if mask_function is not causal_mask_function:
         return sdpa_mask(
             *args, mask_function=mask_function, attention_mask=attention_mask, **kwargs

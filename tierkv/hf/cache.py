@@ -29,13 +29,24 @@ NAME = "tierkv"
 _pending = threading.local()  # .handle: published by update, not yet taken by attention
 
 
-@dataclass(eq=False, slots=True)
+def forget_pending() -> None:
+    """Drop a handle that a forward which stopped midway left behind in this thread."""
+    _pending.handle = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Handle:
     """What `update` hands to the attention function of the same layer."""
 
     layer_idx: int
     lookup: Lookup
-    taken: bool = False
+    owner: weakref.ref[TierCache]
+
+    def attended(self) -> None:
+        """Complete the handshake: attention has read the lookup."""
+        owner = self.owner()
+        if owner is not None:
+            owner.attended(self.lookup.layer)
 
 
 def take_handle(key: torch.Tensor, layer_idx: int) -> Handle | None:
@@ -48,10 +59,8 @@ def take_handle(key: torch.Tensor, layer_idx: int) -> Handle | None:
     if handle is None:
         last: Handle | None = getattr(_pending, "handle", None)
         handle = last if last is not None and last.layer_idx == layer_idx else None
-    if handle is not None:
-        handle.taken = True
-        if getattr(_pending, "handle", None) is handle:
-            _pending.handle = None
+    if handle is not None and getattr(_pending, "handle", None) is handle:
+        _pending.handle = None
     return handle
 
 
@@ -82,15 +91,8 @@ class TierLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append ``[batch, kv_heads, tokens, dim]`` keys and values; return just them."""
-        previous: Handle | None = getattr(_pending, "handle", None)
-        if previous is not None and not previous.taken:
-            _pending.handle = None
-            raise HandshakeError(
-                f"layer {previous.layer_idx} was updated but its attention did not run through "
-                f"tierkv; is the model wrapped, and its attn_implementation still 'tierkv'?"
-            )
         lookup = self._owner.append(self._tier_layer, key_states, value_states)
-        handle = Handle(self._layer_idx, lookup)
+        handle = Handle(self._layer_idx, lookup, self._owner_ref)
         _pending.handle = handle
         key_states._tierkv_handle = handle  # type: ignore[attr-defined]
         return key_states, value_states
@@ -132,6 +134,7 @@ class TierCache(Cache):
     def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
         layers = stock_layers(config)
         self.manager, self._config = manager, config
+        self._unread: tuple[int, int] | None = None  # (tiered layer, tokens) awaiting attention
         self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.sequences = Sequences(len(self.tiered))
         super().__init__(layers=self._replace_tiered(layers))
@@ -166,14 +169,26 @@ class TierCache(Cache):
             )
         if tier_layer == 0:
             self._check_whole(k.shape[2])
-        return manager.append(self.sequences, tier_layer, k, v)
+        if self._unread is not None:
+            raise HandshakeError(
+                f"layer {self.tiered[self._unread[0]]} was updated but its attention did not run "
+                f"through tierkv; call rollback() or reset() on the cache first"
+            )
+        lookup = manager.append(self.sequences, tier_layer, k, v)
+        self._unread = tier_layer, k.shape[2]
+        return lookup
+
+    def attended(self, tier_layer: int) -> None:
+        """Note that attention has seen the last append to a tiered layer."""
+        if self._unread is not None and self._unread[0] == tier_layer:
+            self._unread = None
 
     def _sliding(self) -> dict[int, Any]:
         """Return the layers with a sliding window that hold something, by index."""
         return {
             index: layer
             for index, layer in enumerate(self.layers)
-            if layer.is_sliding and layer.is_initialized
+            if getattr(layer, "is_sliding", False) and layer.is_initialized
         }
 
     def _check_whole(self, new: int) -> None:
@@ -190,13 +205,17 @@ class TierCache(Cache):
     def rollback(self) -> None:
         """Undo a forward that stopped midway: cut every layer to the shortest.
 
+        One that failed after all layers have their tokens counts as done: `crop` it.
+
         Raises:
             TierKVError: the model has recurrent layers, or sliding windows that are full: they
                 overwrite their past. Nothing changed; only `reset` helps.
         """
-        _pending.handle = None
+        forget_pending()
         sliding = self._sliding()
         held = [layer.get_seq_length() for layer in sliding.values()] + self.sequences.lengths
+        if self._unread is not None:
+            held.append(self.sequences.lengths[self._unread[0]] - self._unread[1])
         length = min(held, default=0)
         longer = [layer for layer in sliding.values() if layer.get_seq_length() > length]
         full = any(layer.get_seq_length() >= layer.sliding_window for layer in longer)
@@ -205,6 +224,7 @@ class TierCache(Cache):
             raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
             crop(self._live_manager(), self.sequences, length)
+        self._unread = None
         for layer in longer:
             layer.crop(length - layer.get_seq_length())
 
@@ -248,7 +268,8 @@ class TierCache(Cache):
 
     def close(self) -> None:
         """Release every page. The cache is empty afterwards and may be used again."""
-        _pending.handle = None
+        forget_pending()
+        self._unread = None
         if self.manager is not None:
             self.manager.close_sequences(self.sequences)
         self.sequences = Sequences(len(self.tiered))
@@ -256,5 +277,6 @@ class TierCache(Cache):
         self.layers = self._replace_tiered(stock_layers(self._config))
 
     def __del__(self) -> None:
-        if getattr(self, "manager", None) is not None:
-            self.manager.discard(self.sequences)
+        manager = getattr(self, "manager", None)
+        if manager is not None:
+            manager.discard(self.sequences)

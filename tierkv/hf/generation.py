@@ -32,7 +32,7 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
             next_sequence_length = input_ids.shape[1] - held
         return prepare(input_ids, *args, next_sequence_length=next_sequence_length, **kwargs)
 
-    model.prepare_inputs_for_generation = sliced  # type: ignore[method-assign]
+    model.prepare_inputs_for_generation = sliced
     try:
         yield
     finally:

@@ -28,28 +28,30 @@ def tiered_layers(config: PreTrainedConfig) -> list[int]:
     Sliding-window, chunked and recurrent layers have bounded state; they stay as they are.
 
     Raises:
-        UnsupportedModelError: a layer keeps state of a kind that pages cannot hold.
+        UnsupportedModelError: a layer keeps state of a kind that pages cannot hold, or no layer
+            attends.
     """
-    tiered = []
-    for index, layer in enumerate(stock_layers(config)):
+    tiered, layers = [], stock_layers(config)
+    if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise UnsupportedModelError(f"{config.model_type} has no attention layers: no KV to tier")
+    for index, layer in enumerate(layers):
         if type(layer) is DynamicLayer:
             tiered.append(index)
-        elif isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(
-            layer, LinearAttentionCacheLayerMixin
-        ):
-            continue
-        elif isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(
-            layer, CacheLayerMixin
-        ):
-            continue
-        elif type(layer).__name__ == "DummyLayer":
-            continue
-        else:
+        elif not _bounded(layer):
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} caches with {type(layer).__name__} "
                 f"(sparse index, compressed or mixed state), which tierkv cannot page"
             )
     return tiered
+
+
+def _bounded(layer: Any) -> bool:
+    linear = isinstance(layer, LinearAttentionCacheLayerMixin)
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return not linear
+    if type(layer).__name__ == "DummyLayer":
+        return True
+    return linear and not isinstance(layer, CacheLayerMixin)
 
 
 def model_geometry(

@@ -52,7 +52,7 @@ class Placement:
         # outbound copies and the arena that staged frames are laid out in.
         copies = STAGING_BUFFERS + 1 + (STAGING_BUFFERS + 1 if cuda else 0)
         staging = min(gpu_budget // 8, copies * MAX_STAGING_BYTES) // (copies * page)
-        staging = max(staging, 1)
+        staging = max(min(staging, (gpu_budget // page - geometry.layers) // copies), 1)
         hot = (gpu_budget - staging * copies * page) // (page * geometry.layers)
         if hot < 1:
             need = page * (geometry.layers + copies)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tierkv.page import Geometry
-from tierkv.tiers.frames import Frames
+from tierkv.tiers.frames import Frames, runs
 
 
 class Arena:
@@ -73,7 +73,7 @@ class Arena:
     def pages(self, frames: Frames) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pages in `frames` as ``[kv_heads, n, page_tokens, dim]``."""
         first, count = int(frames[0]), len(frames)
-        if int(frames[-1]) - first == count - 1:
+        if len(runs(frames)) == 1:
             return self.k_frames[:, first : first + count], self.v_frames[:, first : first + count]
         index = torch.as_tensor(frames, device=self.k.device)
         return self.k_frames.index_select(1, index), self.v_frames.index_select(1, index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,6 +130,7 @@ class Transfer:
     def _bring_up(
         self, buffer: int, spans: list[Span], frames: Frames, reads: Sequence[Future[None]]
     ) -> Any:
+        wait(reads)  # all of them: a frame must not be reused while one still fills it
         for read in reads:
             read.result()
         if self.cuda:

@@ -1,0 +1,218 @@
+"""Sealed pages on their way down: to a home in warm memory, or through warm memory to disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tierkv.errors import ColdWriteError, DiskBudgetError, TierKVError, WarmBudgetError
+from tierkv.paging.directory import NOWHERE, Blocks
+from tierkv.paging.tierset import TierSet
+from tierkv.tiers.frames import Frames
+from tierkv.units import format_bytes
+
+
+class Outflow:
+    """Writes pages through to the tiers below hot.
+
+    Args:
+        make_way: makes upcoming lookups let go of the outbound frames they hold.
+    """
+
+    def __init__(self, tiers: TierSet, make_way: Callable[[], None]):
+        self.tiers, self._make_way = tiers, make_way
+        self._homes_used = [0] * tiers.geometry.layers
+        self._queued: list[tuple[int, int, int]] = []  # (block, layer, frame) to be spilled
+        self._writing = 0  # entries of the batch on its way to disk
+        self._pinned: Counter[int] = Counter()  # outbound frames that upcoming lookups read
+        self._orphans: set[int] = set()  # outbound frames dropped by their page while pinned
+        self._spill_error: TierKVError | None = None
+
+    def check_room(self, down: list[int]) -> None:
+        """Check that warm and cold can take `down[layer]` more pages of each layer.
+
+        Raises:
+            WarmBudgetError, DiskBudgetError: they cannot; the message says what is missing.
+            ColdWriteError: an earlier write to disk failed, and again just now.
+        """
+        if self._spill_error is not None:
+            self.tiers.transfer.spill(self._spill).result()
+        if self._spill_error is not None:
+            raise ColdWriteError(
+                f"pages could not be written to disk and stay in warm memory: {self._spill_error}"
+            ) from self._spill_error
+        if not any(down):
+            return
+        with self.tiers.changed:
+            quota = [self._home_quota(layer) for layer in range(self.tiers.geometry.layers)]
+            queued = self.tiers.warm.outbound.used
+        size, warm = self.tiers.geometry.frame_bytes, self.tiers.warm.homes.free
+        if self.tiers.cold is None:
+            if sum(down) > warm:
+                raise WarmBudgetError(
+                    f"{sum(down)} more pages of {format_bytes(size)} do not fit: warm has room "
+                    f"for {warm} of {self.tiers.warm.homes.capacity} and there is no store; raise "
+                    f"cpu_budget (now {format_bytes(self.tiers.cpu_budget)}) or gpu_budget by "
+                    f"{format_bytes((sum(down) - warm) * size)}, or set store"
+                )
+            return
+        to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
+        room = self.tiers.cold.room() - queued
+        if to_disk > room:
+            raise DiskBudgetError(
+                f"{to_disk} more pages of {format_bytes(size)} must go to disk, which has room "
+                f"for {max(room, 0)}; raise disk_budget (now "
+                f"{format_bytes(self.tiers.cold.disk_budget)}) by "
+                f"{format_bytes((to_disk - room) * size)}, free disk space above disk_floor, or "
+                f"raise cpu_budget"
+            )
+
+    def _home_quota(self, layer: int) -> int:
+        """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
+        if self.tiers.cold is None:
+            return self.tiers.warm.homes.free
+        share, extra = divmod(self.tiers.warm.homes.capacity, self.tiers.geometry.layers)
+        quota = share + (layer < extra) - self._homes_used[layer]
+        return max(0, min(quota, self.tiers.warm.homes.free))
+
+    def send_down(self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write sealed pages to warm homes while they last, the rest through warm to disk.
+
+        blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
+        """
+        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.geometry.page_bytes
+        with self.tiers.changed:
+            homes = min(len(blocks), self._home_quota(layer))
+            frames = self.tiers.warm.homes.take(homes)
+            self._homes_used[layer] += homes
+        if homes:
+            self._write_down(layer, blocks[:homes], k[:, :homes], v[:, :homes], frames)
+        at = homes
+        while at < len(blocks):
+            frames = self._take_outbound(len(blocks) - at)
+            part = slice(at, at + len(frames))
+            self._write_down(layer, blocks[part], k[:, part], v[:, part], frames)
+            with self.tiers.changed:
+                entries = zip(blocks[part].tolist(), frames.tolist(), strict=True)
+                self._queued.extend((block, layer, frame) for block, frame in entries)
+            self.tiers.transfer.spill(self._spill)
+            at = part.stop
+
+    def _write_down(
+        self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, frames: Frames
+    ) -> None:
+        """Copy pages to warm frames; the frames are free again if that fails."""
+        try:
+            self.tiers.transfer.write_down(k, v, frames)
+        except BaseException:
+            with self.tiers.changed:
+                self._give(layer, frames)
+            raise
+        with self.tiers.changed:
+            self.tiers.directory.warm[blocks, layer] = frames
+
+    def _give(self, layer: int, frames: Frames) -> None:
+        """Free a layer's warm frames, homes and outbound ones. Lock held."""
+        warm = self.tiers.warm
+        homes = frames[(frames != NOWHERE) & (frames < warm.homes.capacity)]
+        warm.homes.give(homes)
+        self._homes_used[layer] -= len(homes)
+        warm.outbound.give(frames[frames >= warm.outbound_start])
+
+    def _take_outbound(self, count: int) -> Frames:
+        with self.tiers.changed:
+            self.tiers.changed.wait_for(
+                lambda: (
+                    self.tiers.warm.outbound.free
+                    or self._spill_error
+                    or not (self._queued or self._writing)
+                )
+            )
+            pinned = not self.tiers.warm.outbound.free and not self._spill_error
+        if pinned:  # every frame is on disk but held for an upcoming lookup, which must yield
+            self._make_way()
+        if not self.tiers.warm.outbound.free:
+            self.check_room([])  # retries what failed, raises if it fails again
+        with self.tiers.changed:
+            return self.tiers.warm.outbound.take(min(count, self.tiers.warm.outbound.free))
+
+    def _spill(self) -> None:
+        """Write everything queued to disk as one batch. Runs on the spill thread.
+
+        A failed batch goes back into the queue: its pages stay readable in warm memory.
+        """
+        with self.tiers.changed:
+            batch, self._queued = self._queued, []
+            self._writing = len(batch)
+            if not batch:
+                self._spill_error = None  # nothing is left that could not be written
+                return
+        blocks, layers, frames = (
+            np.array(column, dtype=np.int64) for column in zip(*batch, strict=True)
+        )
+        error: TierKVError | None = None
+        try:
+            self.tiers.transfer.put_cold(
+                [self.tiers.key(block, layer) for block, layer, _ in batch], frames
+            )
+        except TierKVError as failure:
+            error = failure
+        except Exception as failure:  # whatever it is, the pages did not reach the disk
+            error = ColdWriteError(f"{type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        with self.tiers.changed:
+            self._spill_error, self._writing = error, 0
+            if error is not None:
+                self._queued = batch + self._queued
+            else:
+                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.geometry.frame_bytes
+                self.tiers.directory.cold[blocks, layers] = True
+                self.tiers.directory.warm[blocks, layers] = NOWHERE
+                pinned = {frame for frame in frames.tolist() if self._pinned[frame]}
+                self._orphans |= pinned
+                free = [frame for frame in frames.tolist() if frame not in pinned]
+                self.tiers.warm.outbound.give(np.array(free, dtype=np.int64))
+            self.tiers.changed.notify_all()
+
+    def unpin(self, frames: list[int]) -> None:
+        """Undo `pin`. Lock held."""
+        for frame in frames:
+            self._pinned[frame] -= 1
+            if not self._pinned[frame]:
+                del self._pinned[frame]
+                if frame in self._orphans:  # its page is on disk by now
+                    self._orphans.discard(frame)
+                    self.tiers.warm.outbound.give(np.array([frame]))
+        self.tiers.changed.notify_all()
+
+    def pin(self, frames: list[int]) -> None:
+        """Keep outbound frames until `unpin`, even when their pages reach disk. Lock held."""
+        self._pinned.update(frames)
+
+    def take_back(self, layer: int, blocks: Blocks) -> None:
+        """Undo `send_down`: free the frames and the disk records of pages that were sent."""
+        tiers = self.tiers
+        with tiers.changed:
+            tiers.changed.wait_for(lambda: not self._writing)
+            gone = set(blocks.tolist())
+            self._queued = [e for e in self._queued if e[1] != layer or e[0] not in gone]
+            self._give(layer, tiers.directory.warm[blocks, layer])
+            tiers.directory.warm[blocks, layer] = NOWHERE
+            cold = blocks[tiers.directory.cold[blocks, layer]].tolist()
+            tiers.directory.cold[blocks, layer] = False
+        if cold and tiers.cold is not None:
+            tiers.cold.drop([tiers.key(block, layer) for block in cold])
+
+    def free_warm(self, dead: Blocks) -> None:
+        """Free the warm frames of blocks that nobody holds. Lock held; waits for a write."""
+        tiers = self.tiers
+        tiers.changed.wait_for(lambda: not self._writing)
+        gone = set(dead.tolist())
+        self._queued = [entry for entry in self._queued if entry[0] not in gone]
+        if not self._queued:
+            self._spill_error = None  # it was about pages that nobody holds any more
+        for layer in range(tiers.geometry.layers):
+            self._give(layer, tiers.directory.warm[dead, layer])

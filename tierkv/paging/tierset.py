@@ -1,0 +1,100 @@
+"""The three tiers of one model, the directory of what they hold, and the lock that guards both."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from tierkv.page import Geometry
+from tierkv.paging.directory import PageDirectory
+from tierkv.paging.placement import STAGING_BUFFERS, Placement
+from tierkv.stats import Stats
+from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.hot import HotTier
+from tierkv.tiers.transfer import Transfer
+from tierkv.tiers.warm import WarmTier
+
+SESSION_PREFIX = b"session/"
+"""Keys of pages that belong to one process and mean nothing to the next."""
+
+
+class TierSet:
+    """Tiers, transfer engine and page directory, made from budgets.
+
+    Attributes:
+        changed: guards the directory, the warm pools and the outflow's queues; notified when
+            warm frames become free.
+
+    Raises:
+        HotBudgetError, WarmBudgetError: a budget is below the minimum; the message says which.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        device: torch.device,
+        *,
+        gpu_budget: int,
+        cpu_budget: int,
+        cold: ColdStore | None,
+        io_threads: int,
+    ):
+        self.geometry, self.device, self.cold = geometry, device, cold
+        self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
+        self.stats = Stats()
+        self.directory = PageDirectory(geometry.layers)
+        self.changed = threading.Condition()
+        cuda = device.type == "cuda"
+        self.placement = place = Placement.choose(
+            geometry,
+            gpu_budget=gpu_budget,
+            cpu_budget=cpu_budget,
+            has_cold=cold is not None,
+            cuda=cuda,
+        )
+        with torch.inference_mode(False):
+            self.hot = HotTier(geometry, place.hot_frames, device)
+            self.warm = WarmTier(
+                geometry, place.warm_homes, place.warm_inbound, place.warm_outbound, pinned=cuda
+            )
+            self.transfer = Transfer(
+                geometry,
+                self.warm,
+                cold,
+                device,
+                staging_pages=place.staging_pages,
+                staging_buffers=STAGING_BUFFERS,
+                io_threads=io_threads,
+            )
+        self._session = SESSION_PREFIX + secrets.token_bytes(8)
+        if cold is not None:
+            cold.drop(list(cold.keys(SESSION_PREFIX)))
+
+    def key(self, block: int, layer: int) -> bytes:
+        """Return the name of a page in the cold store."""
+        return self._session + struct.pack(">IH", block, layer)
+
+    def report(self) -> dict[str, Any]:
+        """Return counters and the state of the tiers as plain JSON types."""
+        page, frame, cold = self.geometry.page_bytes, self.geometry.frame_bytes, self.cold
+        rows = {
+            "hot": (self.hot.pages, page, self.gpu_budget),
+            "warm": (self.warm.pages, frame, self.cpu_budget),
+            "cold": (0, frame, 0) if cold is None else (len(cold), frame, cold.disk_budget),
+        }
+        tiers = {
+            name: {"pages": pages, "bytes": pages * size, "budget_bytes": budget}
+            for name, (pages, size, budget) in rows.items()
+        }
+        return {"tiers": tiers, **self.stats.as_dict()}
+
+    def close(self) -> None:
+        """Wait for all copies and give back memory, threads and the store."""
+        self.transfer.close()
+        self.warm.close()
+        if self.cold is not None:
+            self.cold.close()

@@ -28,7 +28,7 @@ demo: $(INSTALLED)
 		--prompt-file tierkv/data/lighthouse.txt --prompt "$(DEMO_PROMPT)"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(LINTERS)
 	$(BIN)/ruff check .

@@ -67,7 +67,9 @@ def main() -> None:
 
 
 @torch.no_grad()
-def measure(model: Any, ids: torch.Tensor, name: str, arguments: Any) -> tuple[dict[str, float], list[int]]:
+def measure(
+    model: Any, ids: torch.Tensor, name: str, arguments: Any
+) -> tuple[dict[str, float], list[int]]:
     """Prefill and decode greedily; return seconds, milliseconds a token, and the tokens."""
     if name == "DynamicCache":
         cache, prefill = DynamicCache(config=model.config), None

@@ -15,6 +15,9 @@ settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
+# Tiny models gain nothing from threads, and lose much when cores are shared.
+torch.set_num_threads(1)
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -33,25 +33,44 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**_COMMON, "sliding_window": 40, "query_pre_attn_scalar": 16}),
     "gemma3": (
         "Gemma3TextConfig",
-        {**_COMMON, "num_hidden_layers": 4, "sliding_window": 40, "query_pre_attn_scalar": 16,
-         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            **_COMMON,
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     ),  # fmt: skip
     "gpt_oss": (
         "GptOssConfig",
-        {**_COMMON, "num_hidden_layers": 4, "sliding_window": 40, "num_local_experts": 4,
-         "num_experts_per_tok": 2,
-         "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            **_COMMON,
+            "num_hidden_layers": 4,
+            "sliding_window": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     ),  # fmt: skip
     "mistral": ("MistralConfig", {**_COMMON, "sliding_window": None}),
     "mistral-sliding": ("MistralConfig", {**_COMMON, "sliding_window": 40}),
     "deepseek_v3": ("DeepseekV3Config", _MLA),
     "qwen3_next": (
         "Qwen3NextConfig",
-        {**_COMMON, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2,
-         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
-         "layer_types": ["linear_attention", "full_attention"] * 2},
+        {
+            **_COMMON,
+            "num_hidden_layers": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
     ),  # fmt: skip
 }
 """Architecture -> (configuration class, its arguments)."""

@@ -10,7 +10,9 @@ import torch
 from tierkv.hf.geometry import model_geometry
 
 
-def budgets(kind: str, hf_model: Any, store: Path, *, page_tokens: int, rows: int) -> dict[str, Any]:
+def budgets(
+    kind: str, hf_model: Any, store: Path, *, page_tokens: int, rows: int
+) -> dict[str, Any]:
     """Return settings for `tierkv.wrap` so small that the tiers named by `kind` are used.
 
     Args:

@@ -56,7 +56,8 @@ def main() -> None:
         print(f"{name:>14}  prefill {row['prefill_s']:7.3f} s   decode {row['decode_ms']:7.2f} ms")
     base, ours = median["DynamicCache"], median["tierkv"]
     report = {
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
         "prompt_tokens": ids.shape[1],
         "median": median,
         "prefill_ratio": base["prefill_s"] / ours["prefill_s"],

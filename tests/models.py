@@ -40,7 +40,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
-    ),  # fmt: skip
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -51,7 +51,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
-    ),  # fmt: skip
+    ),
     "mistral": ("MistralConfig", {**_COMMON, "sliding_window": None}),
     "mistral-sliding": ("MistralConfig", {**_COMMON, "sliding_window": 40}),
     "deepseek_v3": ("DeepseekV3Config", _MLA),
@@ -71,7 +71,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 4,
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
-    ),  # fmt: skip
+    ),
 }
 """Architecture -> (configuration class, its arguments)."""
 

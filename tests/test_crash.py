@@ -21,8 +21,8 @@ from tests.paging_helpers import budgets
 from tests.tiers.cold_helpers import open_store, slots
 from tierkv.hf.geometry import model_geometry
 from tierkv.paging.manager import PageManager
-from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.tierset import SESSION_PREFIX
 
 ROOT = Path(__file__).parents[1]
 KILLS = 20

@@ -20,9 +20,9 @@ from tierkv.paging.edit import crop, remap
 from tierkv.paging.lookahead import Ticket
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
-from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.hot import FREE, TAIL
 
@@ -63,6 +63,7 @@ def make_manager(
         transit: warm frames each way, if there is a store.
         chunk_frames: warm frames per piece of host memory (by default all of them fit in one).
     """
+    assert store is None or staging <= transit
     each_way = transit if store is not None else 0
     place = Placement(hot, staging, COPIES, homes, each_way, each_way)
     with mock.patch.object(Placement, "choose", return_value=place):

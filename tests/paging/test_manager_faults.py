@@ -118,7 +118,7 @@ class Story:
                 try:
                     batch.check()
                     break
-                except ColdReadError as error:
+                except TierKVError as error:
                     self.errors.append(error)
             else:
                 raise AssertionError(f"not readable after {TRIES} tries: {self.errors[-1]}")
@@ -163,6 +163,28 @@ def test_the_story_uses_all_tiers(managers: Callable[..., PageManager]) -> None:
     assert not story.errors
     stats = manager.stats
     assert min(stats.hits_hot, stats.hits_warm, stats.hits_cold, stats.pages_demoted) > 0
+
+
+def test_a_demotion_that_fails_midway_is_undone(managers: Callable[..., PageManager]) -> None:
+    """Pages that had already been sent down were in two tiers, and on the retry leaked a frame."""
+    manager = managers(hot=5, staging=1, homes=2, transit=1)
+    batch = Batch.new(manager, 1)
+    batch.append(4 * TOKENS + 3)  # all hot: four pages a layer and the tail
+    fault = FailNth(manager.cold, "put", 0, ColdWriteError("injected"), last=FOREVER)
+    more = Batch.new(manager, 3, seed=1)
+    for _ in range(2):
+        with pytest.raises(ColdWriteError, match="injected"):
+            more.append(1)
+        check_books(manager, [batch])
+        batch.check()
+    fault.last = -1
+    more.append(1)
+    assert manager.stats.pages_demoted == 6
+    for each in (batch, more):
+        each.check()
+    check_books(manager, [batch, more])
+    assert manager.warm.homes.used == 2
+    close_all(manager, [batch, more])
 
 
 def test_one_failed_write_is_made_good(managers: Callable[..., PageManager]) -> None:
@@ -277,7 +299,10 @@ def test_a_failed_read_does_not_free_frames_that_others_still_fill(
 
 
 def test_host_memory_that_is_refused(managers: Callable[..., PageManager]) -> None:
-    """The n-th piece of host memory is refused, for every n; later there is some."""
+    """The n-th piece of host memory is refused, for every n; later there is some.
+
+    An upcoming lookup kept the inbound frames it had taken, until none was left.
+    """
     surfaced = []
 
     def tell(n: int) -> FailNth:

@@ -88,9 +88,9 @@ class PageManager:
         self._check_open()
         k, v = k.detach(), v.detach()
         batch, new = k.shape[0], k.shape[2]
+        while self._discarded:
+            self.close_sequences(self._discarded.popleft())
         if sequences not in self._open:
-            while self._discarded:
-                self.close_sequences(self._discarded.popleft())
             self._start(sequences, batch)
         tokens = self.geometry.page_tokens
         length = sequences.lengths[layer]

@@ -219,7 +219,7 @@ class PageManagerMachine(RuleBasedStateMachine):
 
 
 PageManagerMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

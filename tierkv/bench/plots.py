@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def _panels(report: dict[str, Any], title: str, panel: Callable[[Axes, Rows], No
     shapes = list(dict.fromkeys(row["shape"] for row in report["rows"])) or ["nothing measured"]
     figure = Figure(figsize=(max(7.0, 6.0 * len(shapes)), 4.8), layout="constrained")
     figure.suptitle(title, fontsize=13)
-    figure.supxlabel(_machine(report), fontsize=7, color=GREY)
+    width = max(7.0, 6.0 * len(shapes))
+    figure.supxlabel(textwrap.fill(_machine(report), int(width * 18)), fontsize=7, color=GREY)
     panels = figure.subplots(1, len(shapes), squeeze=False, sharey=True)[0]
     for axes, shape in zip(panels, shapes, strict=True):
         rows = [row for row in report["rows"] if row["shape"] == shape]

@@ -159,7 +159,11 @@ class PageManager:
         blocks = owner[frames].copy()
         k, v = self.hot.arenas[layer].pages(frames)
         self.lookahead.cancel()
-        self.outflow.send_down(layer, blocks, k, v)
+        try:
+            self.outflow.send_down(layer, blocks, k, v)
+        except BaseException:
+            self.outflow.take_back(layer, blocks)
+            raise
         self.directory.hot[blocks, layer] = NOWHERE
         self.hot.give(layer, frames)
         self.stats.pages_demoted += count
@@ -204,6 +208,18 @@ class PageManager:
             frames = frames[slots]
             pinned = frames[frames >= self.warm.outbound_start].tolist()
             self.outflow.pin(pinned)
+
+        def release() -> None:
+            if len(inbound) or pinned:
+                with self.tiers.changed:
+                    self.warm.inbound.give(inbound)
+                    self.outflow.unpin(pinned)
+
+        try:
+            spans = self.transfer.spans(slots, frames)  # may take host memory
+        except BaseException:
+            release()
+            raise
         reads = []
         if len(missing):
             keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
@@ -214,14 +230,6 @@ class PageManager:
         if len(on_device):
             pages = self.hot.arenas[layer].pages(hot[on_device])
             resident = (torch.as_tensor(on_device, device=self.device), *pages)
-
-        def release() -> None:
-            if len(inbound) or pinned:
-                with self.tiers.changed:
-                    self.warm.inbound.give(inbound)
-                    self.outflow.unpin(pinned)
-
-        spans = self.transfer.spans(slots, frames)
         sources = Sources(
             spans, frames, reads, resident, len(on_device), len(slots) - len(missing),
             len(missing), release,

@@ -77,7 +77,12 @@ class WarmTier:
                 for near in range(chunk, last + 1):
                     if near not in self._chunks:
                         self._chunks[near] = self._take(near)
-        return self._chunks[chunk].result()[1]
+        try:
+            return self._chunks[chunk].result()[1]
+        except WarmBudgetError:
+            with self._taking:
+                self._chunks.pop(chunk, None)  # there may be memory next time
+            raise
 
     @property
     def num_chunks(self) -> int:

@@ -14,6 +14,10 @@ from tierkv.paging.tierset import TierSet
 from tierkv.tiers.frames import Frames
 from tierkv.units import format_bytes
 
+CATALOGUE_MARGIN_BYTES = 64 << 10
+"""Disk kept free beyond the pages asked for: several small writes grow the catalogue by more
+than the one write that `ColdStore.room` speaks of."""
+
 
 class Outflow:
     """Writes pages through to the tiers below hot.
@@ -41,7 +45,8 @@ class Outflow:
         if self._spill_error is not None:
             self.tiers.transfer.spill(self._spill).result()
         if self._spill_error is not None:
-            raise ColdWriteError(
+            full = isinstance(self._spill_error, DiskBudgetError)
+            raise (DiskBudgetError if full else ColdWriteError)(
                 f"pages could not be written to disk and stay in warm memory: {self._spill_error}"
             ) from self._spill_error
         if not any(down):
@@ -60,7 +65,8 @@ class Outflow:
                 )
             return
         to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
-        room = self.tiers.cold.room() - queued
+        margin = -(-CATALOGUE_MARGIN_BYTES // size)
+        room = self.tiers.cold.room() - queued - margin
         if to_disk > room:
             raise DiskBudgetError(
                 f"{to_disk} more pages of {format_bytes(size)} must go to disk, which has room "

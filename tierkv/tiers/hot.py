@@ -51,8 +51,3 @@ class HotTier:
     def pages(self) -> int:
         """Frames in use, tails included."""
         return sum(pool.used for pool in self.pools)
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Device bytes taken."""
-        return self.geometry.layers * self.frames_per_layer * self.geometry.page_bytes

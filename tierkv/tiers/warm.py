@@ -129,11 +129,6 @@ class WarmTier:
         taken = [chunk for chunk in self._chunks.values() if chunk.done()]
         return sum(chunk.result()[1].numel() for chunk in taken if chunk.exception() is None)
 
-    @property
-    def capacity_bytes(self) -> int:
-        """Host bytes this tier may take."""
-        return self.num_frames * self.frame_bytes
-
     def close(self) -> None:
         """Unpin and give back all memory. The caller has waited for every copy."""
         if self._pin_pool is not None:

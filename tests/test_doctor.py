@@ -116,20 +116,6 @@ def test_gpu_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out of memory" in row.detail
 
 
-def test_control_group_limits(tmp_path: Path) -> None:
-    assert doctor.cgroup_limit_bytes(tmp_path) is None
-    (tmp_path / "memory").mkdir()
-    version1 = tmp_path / "memory" / "memory.limit_in_bytes"
-    version1.write_text(f"{2**63 - 4096}\n")
-    assert doctor.cgroup_limit_bytes(tmp_path) is None
-    version1.write_text("4096\n")
-    assert doctor.cgroup_limit_bytes(tmp_path) == 4096
-    (tmp_path / "memory.max").write_text("max\n")
-    assert doctor.cgroup_limit_bytes(tmp_path) == 4096
-    (tmp_path / "memory.max").write_text("1024\n")
-    assert doctor.cgroup_limit_bytes(tmp_path) == 1024
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_directory_without_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

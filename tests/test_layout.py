@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "tierkv"
 FILES = sorted(PACKAGE.rglob("*.py"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAX_LINES = 400
 
 ORDER = (
@@ -144,8 +145,8 @@ def test_cuda_is_no_package() -> None:
 
 def test_file_map_is_complete() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    listed = set(re.findall(r"^\| `(tierkv/[^`]+)` \|", text, re.MULTILINE))
-    assert listed == {name(file) for file in FILES}
+    listed = set(re.findall(r"^\| `((?:tierkv|cuda)/[^`]+)` \|", text, re.MULTILINE))
+    assert listed == {name(file) for file in (*FILES, *(ROOT / "cuda").iterdir())}
 
 
 def test_readme_shows_output_in_its_first_40_lines() -> None:
@@ -172,9 +173,23 @@ def test_readme_snippet_runs(
 
 
 def test_pyproject() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PYPROJECT["project"]
     assert project["name"] == "tierkv-offload"
     assert project["scripts"] == {"tierkv": "tierkv.cli:main"}
+
+
+def test_every_package_is_installed() -> None:
+    """Setuptools finds none by itself: cuda/ lies outside tierkv/ but belongs into it."""
+    folders = {name(file.parent).replace("/", ".") for file in FILES}
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(folders | {"tierkv.cuda"})
+
+
+def test_every_cuda_source_is_installed() -> None:
+    settings = PYPROJECT["tool"]["setuptools"]
+    assert settings["package-dir"]["tierkv.cuda"] == "cuda"
+    patterns = settings["package-data"]["tierkv.cuda"]
+    for file in (ROOT / "cuda").iterdir():
+        assert any(file.match(pattern) for pattern in patterns), name(file)
 
 
 def test_version_is_in_the_changelog() -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from tierkv.bench.options import Options
 from tierkv.bench.runs import run
 from tierkv.bench.summary import OFFLOADED, STOCK, TIERKV, goals, hot_label
-from tierkv.doctor import cgroup_limit_bytes, gpu
+from tierkv.doctor import gpu
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
 from tierkv.units import format_bytes, parse_bytes
@@ -112,7 +112,6 @@ def options_from(args: argparse.Namespace) -> Options:
         cpu_budget=None if args.cpu_budget is None else parse_bytes(args.cpu_budget),
         store=None if args.store is None else Path(args.store).expanduser(),
         page_tokens=args.page_tokens,
-        host_limit=cgroup_limit_bytes(),
         scale=16 if quick and not cuda else 1,
     )
 

@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from tierkv.tiers.direct_io import probe_direct_io
+from tierkv.tiers.host_memory import cgroup_limit_bytes, memlock_text, room, total
 from tierkv.units import format_bytes
 
 PYTHON = (3, 11)
@@ -34,8 +34,6 @@ NEEDED = {
     "numpy": (None, None),
 }
 """Package -> (oldest version that works, first version that does not)."""
-
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +136,9 @@ def cupy() -> Row:
 
 def pinned_memory() -> Row:
     """Check what limits pinned host memory; with a GPU, pin a little."""
-    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit = cgroup_limit_bytes()
     text = (
-        f"memlock limit {'none' if memlock == resource.RLIM_INFINITY else format_bytes(memlock)}, "
+        f"memlock limit {memlock_text()}, "
         f"control-group limit {'none' if limit is None else format_bytes(limit)}"
     )
     if not torch.cuda.is_available():
@@ -155,13 +152,12 @@ def pinned_memory() -> Row:
 
 def free_memory() -> Row:
     """Report the memory that cpu_budget can be taken from."""
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-    except OSError as error:
-        return Row("free memory", "warn", f"unknown: {error}")
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.splitlines()}
-    free, total = sizes["MemAvailable"], sizes["MemTotal"]
-    return Row("free memory", "ok", f"{format_bytes(free)} of {format_bytes(total)}")
+    free, most = room(), total()
+    if free is None or most is None:
+        return Row("free memory", "warn", "unknown: no /proc/meminfo")
+    return Row(
+        "free memory", "ok", f"{format_bytes(free.num_bytes)} of {format_bytes(most.num_bytes)}"
+    )
 
 
 def disk(directory: Path) -> Iterator[Row]:
@@ -187,27 +183,6 @@ def disk(directory: Path) -> Iterator[Row]:
     else:
         reason = probe.reason.replace(scratch, str(place))
         yield Row("o_direct", "warn", f"{reason}; reads go through the page cache")
-
-
-def cgroup_limit_bytes(root: Path = CGROUP) -> int | None:
-    """Return the tightest memory limit of this process's control groups, or None."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
-    groups = [root / own, *(parent for parent in (root / own).parents if root in parent.parents)]
-    files = [group / "memory.max" for group in (root, *groups)]
-    files.append(root / "memory" / "memory.limit_in_bytes")  # version 1
-    limits = []
-    for file in files:
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 says "none" with about 2**63
-            limits.append(int(text))
-    return min(limits, default=None)
 
 
 def _driver() -> str | None:

@@ -22,6 +22,10 @@ class HandshakeError(TierKVError):
     """A tier cache was updated but tierkv's attention did not read it (or the other way round)."""
 
 
+class KernelsUnavailableError(TierKVError):
+    """The CUDA kernels cannot run here; the message says why."""
+
+
 class ClosedError(TierKVError):
     """The object was used after `close()`."""
 

@@ -26,8 +26,7 @@ def test_ceiling_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_host_memory_is_known() -> None:
     assert 1 << 20 < memory.host_bytes() <= memory.peak_host_bytes() * 1.01
-    assert memory.available_host_bytes(memory.host_bytes() + (1 << 20)) <= 2 << 20
-    assert memory.available_host_bytes(None) > 1 << 20
+    assert memory.available_host_bytes() > 1 << 20
 
 
 def test_lanes_of_a_step() -> None:

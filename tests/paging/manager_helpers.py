@@ -20,14 +20,13 @@ from tierkv.paging.edit import crop, remap
 from tierkv.paging.lookahead import Ticket
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
-from tierkv.paging.placement import STAGING_BUFFERS, Placement
+from tierkv.paging.placement import STAGING_BUFFERS, Placement, staging_total
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.hot import FREE, TAIL
 
 TOKENS = 16
-COPIES = STAGING_BUFFERS + 1
 GEOMETRY = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=8, dtype=torch.float32, page_tokens=TOKENS)
 
 
@@ -65,7 +64,7 @@ def make_manager(
     """
     assert store is None or staging <= transit
     each_way = transit if store is not None else 0
-    place = Placement(hot, staging, COPIES, homes, each_way, each_way)
+    place = Placement(hot, staging, staging_total(staging, cuda=False), homes, each_way, each_way)
     with mock.patch.object(Placement, "choose", return_value=place):
         manager = PageManager(
             geometry,

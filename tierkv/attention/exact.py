@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tierkv.attention import fused
-from tierkv.attention.merge import Partial, apply_sinks, merge, merge_all
+from tierkv.attention import fused, paged
+from tierkv.attention.merge import Partial, accumulate, apply_sinks, merge_all
 from tierkv.paging.lookup import Lookup, Segment
 
 MAX_EXPANDED_TOKENS = 4096
@@ -33,6 +33,7 @@ def attend(
     scale: float,
     mask: torch.Tensor | None = None,
     first_visible: int = 0,
+    padding: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     expand: Expand | None = None,
@@ -44,6 +45,7 @@ def attend(
         key, value: ``[batch, kv_heads, new_tokens, dim]`` as attention sees them (expanded).
         mask: ``[batch, 1, 1, length]`` boolean, True where a token is no padding; or None.
         first_visible: token position from which on the mask hides nothing.
+        padding: ``[batch]`` int32, tokens hidden before each sequence, if the mask hides no other.
         sinks: ``[heads]`` sink logits (gpt-oss).
         expand: turns stored latents into keys and values (multi-head latent attention).
 
@@ -51,6 +53,12 @@ def attend(
         ``[batch, queries, heads, v_dim]`` in the query's dtype.
     """
     batch, heads, queries, _ = query.shape
+    if (mask is None or padding is not None) and paged.fits(
+        query, lookup, padded=mask is not None, softcap=softcap, latents=expand is not None
+    ):
+        return paged.attend(
+            query, lookup, scale=scale, first_visible=padding, softcap=softcap, sinks=sinks
+        )
     parts: list[Partial] = []
     if lookup.new_tokens > 1:
         recent = mask if mask is None else mask[..., -lookup.new_tokens :]
@@ -75,7 +83,7 @@ def attend(
         part = _spread(_unfold(part, heads, queries), segment.rows, batch)
         parts.append(part)
         if queries > DECODE_QUERIES:  # parts are large: keep one
-            parts = [parts[0] if len(parts) == 1 else merge(*parts)]
+            parts = [parts[0] if len(parts) == 1 else accumulate(*parts)]
     result = merge_all(parts)
     out = result.out if sinks is None else apply_sinks(result, sinks.view(1, heads, 1))
     return out.transpose(1, 2).to(query.dtype)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from tierkv.kernels import build
+from tierkv.kernels.fold import MAX_DIM, fold
+
 
 class Partial(NamedTuple):
     """Attention over some of the keys.
@@ -32,6 +35,25 @@ def merge(a: Partial, b: Partial) -> Partial:
     share = (weight / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
     wide = torch.promote_types(a.out.dtype, torch.float32)
     return Partial(torch.lerp(a.out.to(wide), b.out.to(wide), share), base + torch.log(total))
+
+
+def accumulate(total: Partial, part: Partial) -> Partial:
+    """Merge, overwriting `total` where it is float32 on a GPU; by our kernel if it can run."""
+    if not _foldable(total.out, part.out):
+        return merge(total, part)
+    if total.out.dtype == torch.float32:
+        out, lse = total
+    else:
+        out = torch.empty(total.out.shape, dtype=torch.float32, device=total.out.device)
+        lse = torch.empty_like(total.lse, memory_format=torch.contiguous_format)
+    fold(*total, *part, out, lse)
+    return Partial(out, lse)
+
+
+def _foldable(*outs: torch.Tensor) -> bool:
+    dim = outs[0].shape[-1]
+    known = all(out.is_cuda and out.dtype in build.DTYPES for out in outs)
+    return known and dim % 4 == 0 and dim <= MAX_DIM and bool(build.available())
 
 
 def merge_all(parts: list[Partial]) -> Partial:

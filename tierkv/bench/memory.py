@@ -8,26 +8,29 @@ from pathlib import Path
 
 import torch
 
+from tierkv.tiers import host_memory
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-def available_host_bytes(limit: int | None) -> int:
-    """Return the host memory that may still be taken; `limit` is the control group's, or None."""
-    available = _field(Path("/proc/meminfo"), "MemAvailable")
-    if available is None:
-        available = 1 << 62
-    return available if limit is None else min(available, limit - host_bytes())
+def available_host_bytes() -> int:
+    """Return the host memory that may still be taken."""
+    room = host_memory.room()
+    return 1 << 62 if room is None else room.num_bytes
 
 
 def host_bytes() -> int:
     """Return the resident bytes of this process, pinned memory included."""
-    return _field(_STATUS, "VmRSS") or peak_host_bytes()
+    return host_memory.field(_STATUS, "VmRSS") or peak_host_bytes()
 
 
 def peak_host_bytes() -> int:
     """Return the most resident bytes since `reset_peaks`, or ever where it cannot be reset."""
-    return _field(_STATUS, "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (
+        host_memory.field(_STATUS, "VmHWM")
+        or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
 
 
 def reset_peaks(device: torch.device) -> bool:
@@ -38,7 +41,7 @@ def reset_peaks(device: torch.device) -> bool:
         _CLEAR_REFS.write_text("5")
     except OSError:
         return False
-    return _field(_STATUS, "VmHWM") is not None
+    return host_memory.field(_STATUS, "VmHWM") is not None
 
 
 def peak_device_bytes(device: torch.device) -> int | None:
@@ -55,7 +58,7 @@ def total_device_bytes(device: torch.device) -> int:
     """Return the GPU's memory; without a GPU, the host's that is available."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return available_host_bytes(None)
+    return available_host_bytes()
 
 
 def give_back() -> None:
@@ -73,15 +76,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _field(file: Path, name: str) -> int | None:
-    """Return a ``Name:  123 kB`` line of a /proc file in bytes."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -32,5 +32,4 @@ class Options:
     cpu_budget: int | None = None
     store: Path | None = None
     page_tokens: int = 32
-    host_limit: int | None = None
     scale: int = 1

@@ -219,7 +219,7 @@ class Systems:
                 f"needs {format_bytes(device_bytes + HEADROOM)} of GPU memory, "
                 f"{format_bytes(free)} are free"
             )
-        available = memory.available_host_bytes(self.options.host_limit)
+        available = memory.available_host_bytes()
         if host and host + HEADROOM // self.options.scale > available:
             raise SkippedError(
                 f"needs {format_bytes(host)} of host memory, {format_bytes(available)} are "

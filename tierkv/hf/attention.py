@@ -58,7 +58,8 @@ def tier_attention(
         if handle is None:
             out = _dense(query, key, value, attention_mask, scale, softcap, s_aux)
             return out, None
-        mask, first = attention_mask, getattr(attention_mask, "_tierkv_first_visible", None)
+        mask = attention_mask
+        first, padding = getattr(mask, "_tierkv_padding", (None, None))
         if mask is not None:
             wanted = (query.shape[0], 1, 1, handle.lookup.length)
             if mask.shape != wanted or mask.dtype != torch.bool:
@@ -67,10 +68,11 @@ def tier_attention(
                     f"cannot be applied by page; pass a 2D padding mask"
                 )
             if first is None:
-                first = _first_visible(mask[:, 0, 0])
+                first, padding = _padding(mask[:, 0, 0])
         out = exact.attend(
             query, key, value, handle.lookup, scale=scale, mask=mask, first_visible=first or 0,
-            softcap=softcap, sinks=s_aux, expand=getattr(module, "expand_kv", None),
+            padding=padding, softcap=softcap, sinks=s_aux,
+            expand=getattr(module, "expand_kv", None),
         )  # fmt: skip
     handle.attended()
     return out.contiguous(), None
@@ -131,15 +133,23 @@ def tier_mask(
             f"attention_mask covers {attention_mask.shape[1]} tokens, but past and new tokens "
             f"together are {keys + offset}; pass a mask over all of them"
         )
-    first = _first_visible(visible)
+    first, padding = _padding(visible)
     if not first:
         return None
     mask = visible[:, None, None, :]
-    mask._tierkv_first_visible = first  # type: ignore[attr-defined]
+    mask._tierkv_padding = first, padding  # type: ignore[attr-defined]
     return mask
 
 
-def _first_visible(visible: torch.Tensor) -> int:
-    """Return the token position from which on ``[batch, keys]`` is True everywhere."""
-    hidden = (~visible).any(dim=0).nonzero()
-    return int(hidden[-1]) + 1 if len(hidden) else 0
+def _padding(visible: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+    """Describe a mask ``[batch, keys]``, True where a token is no padding.
+
+    Returns the position from which on it is True everywhere, and ``[batch]`` int32 with the
+    number of tokens hidden at the start of each sequence, or None if others are hidden as well.
+    """
+    keys = visible.shape[1]
+    hidden = (~visible).sum(dim=1)
+    after_last = torch.where(visible, 0, torch.arange(1, keys + 1, device=visible.device))
+    first = after_last.amax(dim=1)
+    last, on_the_left = torch.stack([first.max(), (hidden == first).all().long()]).tolist()
+    return last, hidden.int() if on_the_left else None

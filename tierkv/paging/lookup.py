@@ -1,4 +1,4 @@
-"""A lookup: the K and V of everything a query may attend to, segment by segment."""
+"""A lookup: the K and V of everything a query may attend to, part by part."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from tierkv.paging.directory import Blocks
 from tierkv.paging.plan import Plan
+from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames, runs
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
     from tierkv.paging.sequences import Sequences
 
 MAX_SPANS = 2
-"""Resident pages in more separate runs than this are gathered instead of attended run by run."""
+"""Resident pages of one sequence in more separate runs than this are read through a table."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Segment:
-    """Part of a lookup, all of it before the newest tokens of an append of several.
+    """Part of a lookup as plain tensors, all of it before the newest tokens of several.
 
     Attributes:
         rows: sequences it belongs to.
@@ -40,6 +41,35 @@ class Segment:
         """Return the token position of each key, ``[tokens]``."""
         index = self.positions[:, None] * page_tokens + np.arange(page_tokens)
         return torch.as_tensor(index.reshape(-1)[: self.k.shape[2]], device=device)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Part of a lookup as frames of one arena, valid until the next part is asked for.
+
+    Attributes:
+        rows: sequences it belongs to.
+        table: ``[rows, pages]`` int64 frames on the compute device; None for one sequence whose
+            frames count up from `first`.
+        positions: ``[pages]`` page positions in order.
+        tokens: tokens to read; the last page may be cut short.
+    """
+
+    rows: slice
+    arena: Arena
+    table: torch.Tensor | None
+    first: int
+    positions: Blocks
+    tokens: int
+
+    def dense(self) -> Segment:
+        """Return K and V as plain tensors: a view of a run, or gathered by the table."""
+        if self.table is None:
+            k, v = self.arena.span(self.first, self.tokens)
+        else:
+            k, v = self.arena.gather(self.table)
+            k, v = k[:, :, : self.tokens], v[:, :, : self.tokens]
+        return Segment(self.rows, k, v, self.positions)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,49 +101,58 @@ class Lookup:
         return before if self.new_tokens == 1 else before + self.new_tokens
 
     def segments(self) -> Iterator[Segment]:
-        """Yield resident pages and the tail, then streamed pages as they arrive."""
-        plan = self.manager.plan(self.sequences, self.layer, self.past)
-        yield from self._resident(plan)
-        yield from self._streamed(plan)
+        """Yield resident pages and the tail, then streamed pages as they arrive, as tensors.
 
-    def _resident(self, plan: Plan) -> Iterator[Segment]:
-        arena = self.manager.hot.arenas[self.layer]
-        tokens, batch = arena.page_tokens, self.sequences.batch
-        every = slice(0, batch)
-        frames, positions, last = plan.frames, plan.positions, tokens
-        self.manager.stats.hits_hot += frames.size
+        What has to be gathered comes in pieces of half a staging buffer.
+        """
         if self.kept_tail is not None:
+            every = slice(0, self.sequences.batch)
             yield Segment(every, *self.kept_tail, np.array([self.past]))
-        elif self.tail_tokens:
+        step = max(1, self.manager.placement.staging_pages // 2 // self.sequences.batch)
+        for part in self.parts(step):
+            yield part.dense()
+
+    def parts(self, table_pages: int | None = None) -> Iterator[Part]:
+        """Yield resident pages and the tail (unless kept), then streamed pages as they arrive.
+
+        Args:
+            table_pages: page positions that one table holds at most; None for any number.
+        """
+        plan = self.manager.plan(self.sequences, self.layer, self.past)
+        yield from self._resident(plan, table_pages)
+        for staged, arena in self.manager.lookahead.stream(self.sequences, self.layer, plan):
+            tokens = len(staged.positions) * arena.page_tokens
+            table = None if staged.in_order else staged.slots
+            yield Part(staged.rows, arena, table, 0, staged.positions, tokens)
+
+    def _resident(self, plan: Plan, table_pages: int | None) -> Iterator[Part]:
+        arena = self.manager.hot.arenas[self.layer]
+        page_tokens, batch = arena.page_tokens, self.sequences.batch
+        frames, positions, short = plan.frames, plan.positions, 0
+        self.manager.stats.hits_hot += frames.size
+        if self.kept_tail is None and self.tail_tokens:
             frames = np.concatenate([frames, self.tails[:, None]], axis=1)
             positions = np.append(positions, self.past)
-            last = self.tail_tokens
-        if not len(positions):
-            return
-        if batch == 1:
-            spans = runs(frames[0])
-            if len(spans) <= MAX_SPANS:
-                for start, stop in spans:
-                    count = (stop - start) * tokens
-                    count -= tokens - last if stop == len(positions) else 0
-                    k, v = arena.span(int(frames[0, start]), count)
-                    yield Segment(every, k, v, positions[start:stop])
-                return
-        step = max(1, self.manager.placement.staging_pages // batch)
-        for at in range(0, len(positions), step):
-            part = frames[:, at : at + step]
-            key = (at, part.shape[1], int(part[0, -1]))
-            if key not in plan.gathers:
-                plan.gathers[key] = torch.as_tensor(part, device=arena.k.device)
-            k, v = arena.gather(plan.gathers[key])
-            if at + step >= len(positions) and last < tokens:
-                k, v = k[:, :, : last - tokens], v[:, :, : last - tokens]
-            yield Segment(every, k, v, positions[at : at + step])
+            short = page_tokens - self.tail_tokens
+        count, every = len(positions), slice(0, batch)
+        spans = runs(frames[0]) if batch == 1 and count else []
+        step = table_pages or max(count, 1)
+        tables: list[torch.Tensor | None] = []
+        if not 0 < len(spans) <= MAX_SPANS:
+            spans = [(at, min(at + step, count)) for at in range(0, count, step)]
+            tables += [self._table(plan, frames, span) for span in spans]
+        else:
+            tables += [None] * len(spans)
+        for (start, stop), table in zip(spans, tables, strict=True):
+            tokens = (stop - start) * page_tokens - (short if stop == count else 0)
+            first = int(frames[0, start])
+            yield Part(every, arena, table, first, positions[start:stop], tokens)
 
-    def _streamed(self, plan: Plan) -> Iterator[Segment]:
-        for staged, arena in self.manager.lookahead.stream(self.sequences, self.layer, plan):
-            if staged.in_order:
-                k, v = arena.span(0, len(staged.positions) * arena.page_tokens)
-            else:
-                k, v = arena.gather(staged.slots)
-            yield Segment(staged.rows, k, v, staged.positions)
+    def _table(self, plan: Plan, frames: Frames, span: tuple[int, int]) -> torch.Tensor:
+        """Return frames as a table on the compute device, made once per plan and tail."""
+        part = frames[:, span[0] : span[1]]
+        key = (*span, int(part[0, -1]))
+        if key not in plan.gathers:
+            rows = np.ascontiguousarray(part)  # kernels read rows of a table
+            plan.gathers[key] = torch.as_tensor(rows, device=self.manager.device)
+        return plan.gathers[key]

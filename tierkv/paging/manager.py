@@ -185,6 +185,7 @@ class PageManager:
                 staging_pages=self.placement.staging_pages,
                 placement_epoch=self.placement_epoch,
                 device=self.device,
+                earlier=plan,
             )
             sequences.plans[layer] = plan
         return plan

@@ -23,13 +23,13 @@ class Placement:
     Attributes:
         hot_frames: frames of each layer on the compute device.
         staging_pages: pages one staging buffer holds.
-        staging_copies: page-sized buffers per staging page (staging, raw copies, workspace).
+        staging_total: pages of all staging buffers together.
         warm_homes, warm_inbound, warm_outbound: warm frames by use.
     """
 
     hot_frames: int
     staging_pages: int
-    staging_copies: int
+    staging_total: int
     warm_homes: int
     warm_inbound: int
     warm_outbound: int
@@ -48,31 +48,53 @@ class Placement:
             WarmBudgetError: `cpu_budget` holds too few frames to pass pages to and from disk.
         """
         page = geometry.page_bytes
-        # Staging buffers and the workspace that batches gather into; on CUDA also buffers for
-        # outbound copies and the arena that staged frames are laid out in.
-        copies = STAGING_BUFFERS + 1 + (STAGING_BUFFERS + 1 if cuda else 0)
-        staging = min(gpu_budget // 8, copies * MAX_STAGING_BYTES) // (copies * page)
-        staging = max(min(staging, (gpu_budget // page - geometry.layers) // copies), 1)
-        hot = (gpu_budget - staging * copies * page) // (page * geometry.layers)
+        staging = _staging_pages(geometry, gpu_budget, cuda)
+        total = staging_total(staging, cuda)
+        hot = (gpu_budget - total * page) // (page * geometry.layers)
         if hot < 1:
-            need = page * (geometry.layers + copies)
+            need = page * (geometry.layers + total)
             raise HotBudgetError(
                 f"gpu_budget is {format_bytes(gpu_budget)}; {geometry.layers} layers need a tail "
-                f"page each and {copies} staging pages of {format_bytes(page)}: at least "
+                f"page each and {total} staging pages of {format_bytes(page)}: at least "
                 f"{format_bytes(need)} (raise gpu_budget or lower page_tokens)"
             )
         warm = cpu_budget // geometry.frame_bytes
         if not has_cold:
-            return cls(hot, staging, copies, warm, 0, 0)
+            return cls(hot, staging, total, warm, 0, 0)
         if warm < 3:
             raise WarmBudgetError(
                 f"cpu_budget is {format_bytes(cpu_budget)}; passing pages to and from the store "
                 f"needs at least {format_bytes(3 * geometry.frame_bytes)} (raise cpu_budget)"
             )
         transit = max(1, min(warm // 8, MAX_TRANSIT_BYTES // geometry.frame_bytes))
-        return cls(hot, min(staging, transit), copies, warm - 2 * transit, transit, transit)
+        staging = min(staging, transit)
+        total = staging_total(staging, cuda)
+        return cls(hot, staging, total, warm - 2 * transit, transit, transit)
 
     def hot_bytes(self, geometry: Geometry) -> int:
         """Device bytes this placement takes."""
-        pages = self.hot_frames * geometry.layers + self.staging_pages * self.staging_copies
+        pages = self.hot_frames * geometry.layers + self.staging_total
         return pages * geometry.page_bytes
+
+
+def _staging_pages(geometry: Geometry, gpu_budget: int, cuda: bool) -> int:
+    """Return the pages of a staging buffer."""
+    page = geometry.page_bytes
+    most = min(gpu_budget // 8 // page, gpu_budget // page - geometry.layers)
+    staging = 2 * most // (9 if cuda else 5)  # staging_total is 9/2 or 5/2 of it
+    staging = max(min(staging, MAX_STAGING_BYTES // page), 1)
+    while staging > 1 and staging_total(staging, cuda) > most:
+        staging -= 1
+    return staging
+
+
+def staging_total(staging_pages: int, cuda: bool) -> int:
+    """Return the pages of all staging memory for staging buffers of so many pages each.
+
+    The buffers, and half of one for what batches gather. On CUDA also the arena that staged
+    frames are laid out in and two buffers of half the size for pages on their way down.
+    """
+    half = -(-staging_pages // 2)
+    if cuda:
+        return (STAGING_BUFFERS + 1) * staging_pages + (1 + STAGING_BUFFERS) * half
+    return STAGING_BUFFERS * staging_pages + half

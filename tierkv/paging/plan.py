@@ -24,6 +24,8 @@ class Fetch:
 
     def same(self, other: Fetch) -> bool:
         """Whether both name the same pages in the same order."""
+        if self is other:
+            return True
         return self.layer == other.layer and np.array_equal(self.blocks, other.blocks)
 
 
@@ -52,7 +54,8 @@ class Plan:
 
     Attributes:
         positions, frames: ``[r]`` and ``[batch, r]`` resident pages and their hot frames.
-        staged: the rest, in blocks that fit a staging arena.
+        streamed: ``[s]`` the other page positions.
+        staged: those, in blocks that fit a staging arena.
         gathers: device index tensors for resident frames, filled on first use.
     """
 
@@ -60,6 +63,7 @@ class Plan:
     placement_epoch: int
     positions: Blocks
     frames: Frames
+    streamed: Blocks
     staged: list[Staged]
     gathers: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -73,36 +77,49 @@ def make_plan(
     staging_pages: int,
     placement_epoch: int,
     device: torch.device,
+    earlier: Plan | None = None,
 ) -> Plan:
     """Divide a lookup into resident and streamed pages.
 
     A page position is resident when every sequence's page there is hot. The rest is cut into
     blocks of at most `staging_pages` distinct pages; a page shared by sequences is staged once.
+
+    Args:
+        earlier: a plan of the same table over fewer pages, under the same placement: its blocks
+            that are full stay as they are, because a page keeps its home.
     """
-    blocks = sequences.blocks[:, :past]
-    frames = directory.hot[blocks, layer]
-    resident = (frames != NOWHERE).all(axis=0)
-    positions = np.flatnonzero(resident)
-    streamed = np.flatnonzero(~resident)
-    staged = []
     row_step = max(1, min(sequences.batch, staging_pages))
     step = max(1, staging_pages // row_step)
-    for at in range(0, len(streamed), step):
+    known, kept, staged = 0, 0, []
+    if earlier is not None and earlier.past <= past and earlier.placement_epoch == placement_epoch:
+        known = earlier.past
+        kept = len(earlier.streamed) // step * step
+        row_blocks = -(-sequences.batch // row_step)
+        staged = earlier.staged[: kept // step * row_blocks]
+    fresh = sequences.blocks[:, known:past]
+    frames = directory.hot[fresh, layer]
+    resident = (frames != NOWHERE).all(axis=0)
+    positions, frames = known + np.flatnonzero(resident), frames[:, resident]
+    streamed = known + np.flatnonzero(~resident)
+    if earlier is not None and known:
+        positions = np.concatenate([earlier.positions, positions])
+        frames = np.concatenate([earlier.frames, frames], axis=1)
+        streamed = np.concatenate([earlier.streamed, streamed])
+    for at in range(kept, len(streamed), step):
         part = streamed[at : at + step]
         for row in range(0, sequences.batch, row_step):
             rows = slice(row, min(row + row_step, sequences.batch))
-            wanted = blocks[rows][:, part]
-            distinct, inverse = np.unique(wanted, return_inverse=True)
-            slots = inverse.reshape(wanted.shape)
-            if len(wanted) == 1:  # keep the order of the sequence: staged without a gather
-                distinct, slots = wanted[0], np.arange(len(part))[None]
-            staged.append(
-                Staged(
-                    Fetch(layer, distinct),
-                    rows,
-                    part,
-                    torch.as_tensor(slots, device=device),
-                    len(wanted) == 1,
-                )
-            )
-    return Plan(past, placement_epoch, positions, frames[:, positions], staged)
+            staged.append(_stage(layer, rows, part, sequences.blocks[rows][:, part], device))
+    return Plan(past, placement_epoch, positions, frames, streamed, staged)
+
+
+def _stage(
+    layer: int, rows: slice, positions: Blocks, wanted: Blocks, device: torch.device
+) -> Staged:
+    if len(wanted) == 1:  # keep the order of the sequence: staged without a gather
+        distinct, slots = wanted[0], np.arange(len(positions))[None]
+    else:
+        distinct, inverse = np.unique(wanted, return_inverse=True)
+        slots = inverse.reshape(wanted.shape)
+    on_device = torch.as_tensor(np.ascontiguousarray(slots), device=device)
+    return Staged(Fetch(layer, distinct), rows, positions, on_device, len(wanted) == 1)

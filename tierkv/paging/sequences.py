@@ -22,7 +22,7 @@ class Sequences:
             last one is the tail while the length is not a multiple of `page_tokens`.
         lengths: tokens appended so far, per layer. Equal between forwards.
         tails: ``[layers, batch]`` hot frame that the next token of each sequence goes to.
-        plans: what each layer's next lookup consists of, kept until that changes.
+        plans: what each layer's last lookup consisted of; the next one extends it.
     """
 
     def __init__(self, layers: int):
@@ -61,8 +61,7 @@ class Sequences:
         return self._tail_index[layer]
 
     def sealed(self, layer: int) -> None:
-        """Forget what was prepared for a layer: it has new pages and perhaps new tails."""
-        self.plans.pop(layer, None)
+        """Forget which tails a layer had; its next plan extends the one there is."""
         self._tail_index.pop(layer, None)
 
     def changed(self) -> None:

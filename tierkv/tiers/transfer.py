@@ -20,11 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierkv.kernels import build, gather
+from tierkv.kernels.decode import PagedKV
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena, split_page
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames, runs
 from tierkv.tiers.warm import WarmTier, page_run_keys
+
+MIN_COPY_BYTES = 512 << 10
+"""Below this many bytes a copy, on average, one gather by a kernel beats the copy engine: issuing
+a copy takes as long as moving that much."""
 
 
 class Span(NamedTuple):
@@ -89,9 +95,13 @@ class Transfer:
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
             self._down = StreamClock(torch.cuda.Stream(device, priority=-1))
-            shape = (2 * staging_buffers, staging_pages, geometry.frame_bytes)
-            raw = torch.empty(shape, dtype=torch.uint8, device=device)
-            self._up_raw, self._down_raw = raw[:staging_buffers], raw[staging_buffers:]
+            half = -(-staging_pages // 2)  # pages go down in pieces of this size
+            up, down = (staging_buffers, staging_pages), (staging_buffers, half)
+            self._up_raw, self._down_raw = (
+                torch.empty((*shape, geometry.frame_bytes), dtype=torch.uint8, device=device)
+                for shape in (up, down)
+            )
+            self._up_pages = [split_page(buffer, geometry) for buffer in self._up_raw]
             self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
@@ -135,8 +145,11 @@ class Transfer:
             read.result()
         if self.cuda:
             return self._enqueue_up(buffer, spans, frames)
+        arena = self.staging[buffer]
         for span in spans:
-            self._unpack(span.warm, self.staging[buffer], span.first, span.stop)
+            k, v = split_page(span.warm, self.geometry)
+            arena.k_frames[:, span.first : span.stop].copy_(k)
+            arena.v_frames[:, span.first : span.stop].copy_(v)
         return None
 
     def _enqueue_up(self, buffer: int, spans: list[Span], frames: Frames) -> Any:
@@ -146,17 +159,16 @@ class Transfer:
             written = self._down.pending(self._frame_written[frames])
             if written is not None:
                 self._up.stream.wait_event(written)
-            raw = self._up_raw[buffer]
-            for span in spans:
-                raw[span.first : span.stop].copy_(span.warm, non_blocking=True)
+            if self._scattered(len(spans), len(frames)):
+                slots = np.concatenate([np.arange(span.first, span.stop) for span in spans])
+                self._gather(frames, self._up_pages[buffer], slots, to_host=False)
+            else:
+                raw = self._up_raw[buffer]
+                for span in spans:
+                    raw[span.first : span.stop].copy_(span.warm, non_blocking=True)
             number, event = self._up.tick()
             self._frame_read[frames] = number
             return event
-
-    def _unpack(self, raw: torch.Tensor, arena: Arena, first: int, stop: int) -> None:
-        k, v = split_page(raw, self.geometry)
-        arena.k_frames[:, first:stop].copy_(k)
-        arena.v_frames[:, first:stop].copy_(v)
 
     def wait_ready(self, copied: Any) -> bool:
         """Make the caller's stream wait for a copy; return whether it was already over."""
@@ -179,8 +191,10 @@ class Transfer:
             arena = self.staging[buffer]
         else:
             arena = self.staging[0]
+            k_pages, v_pages = self._up_pages[buffer]
             for first, stop in _joined(spans):
-                self._unpack(self._up_raw[buffer][first:stop], arena, first, stop)
+                arena.k_frames[:, first:stop].copy_(k_pages[:, first:stop])
+                arena.v_frames[:, first:stop].copy_(v_pages[:, first:stop])
             self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
             slots, k, v = hot
@@ -222,11 +236,37 @@ class Transfer:
         if read is not None:
             self._down.stream.wait_event(read)
         with torch.cuda.stream(self._down.stream):
-            for start, stop in runs(page_run_keys(self.warm, frames)):
-                self.warm.span(frames[start:stop]).copy_(raw[start:stop], non_blocking=True)
+            ranges = runs(page_run_keys(self.warm, frames))
+            if self._scattered(len(ranges), len(frames)):
+                self._gather(frames, (raw_k, raw_v), np.arange(len(frames)), to_host=True)
+            else:
+                for start, stop in ranges:
+                    self.warm.span(frames[start:stop]).copy_(raw[start:stop], non_blocking=True)
             with self._enqueue:
                 number, self._down_done[turn] = self._down.tick()
                 self._frame_written[frames] = number
+
+    def _scattered(self, copies: int, pages: int) -> bool:
+        """Whether pages lie so far apart that our kernel moves them faster than copies."""
+        short = pages * self.geometry.frame_bytes < copies * MIN_COPY_BYTES
+        if not short or copies <= 2 or not build.available():
+            return False
+        dims, size = (self.geometry.k_dim, self.geometry.v_dim), self.geometry.dtype.itemsize
+        return not any(dim * size % gather.CHUNK for dim in dims)
+
+    def _gather(
+        self,
+        frames: Frames,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        slots: npt.NDArray[np.int64],
+        *,
+        to_host: bool,
+    ) -> None:
+        """Copy between warm frames and device pages on the current stream, in one launch."""
+        table = np.stack([self.warm.addresses(frames), slots])
+        on_device = torch.from_numpy(table).to(self.device, non_blocking=True)
+        launch = gather.prepare(on_device[0], PagedKV(*pages), slots=on_device[1], to_host=to_host)
+        launch.run()
 
     # -- disk ------------------------------------------------------------------------------
 

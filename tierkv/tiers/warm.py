@@ -16,6 +16,7 @@ import torch
 
 from tierkv.errors import WarmBudgetError
 from tierkv.page import SECTOR, Geometry
+from tierkv.tiers import host_memory
 from tierkv.tiers.frames import FramePool, Frames
 from tierkv.units import format_bytes
 
@@ -23,6 +24,10 @@ CHUNK_BYTES = 256 << 20
 """Host memory is taken in steps of this size."""
 CHUNKS_AHEAD = 6
 """Chunks that are touched and pinned in the background before a frame in them is needed."""
+FREE_FLOOR_BYTES = 256 << 20
+"""Host memory that is left to everything else."""
+PORTABLE, MAPPED = 1, 2
+"""Flags of `cudaHostRegister`."""
 PIN_THREADS = 3
 """Threads that touch and pin; the kernel's zeroing of pages is what takes the time."""
 
@@ -34,7 +39,8 @@ class WarmTier:
     ones; the two never compete, so neither direction can block the other.
 
     Raises:
-        WarmBudgetError: host memory cannot be taken or pinned (on first use of a frame).
+        WarmBudgetError: the frames exceed what this machine or its control group has; or, on
+            first use of a frame, host memory is short or cannot be pinned.
     """
 
     def __init__(
@@ -44,13 +50,16 @@ class WarmTier:
         self.frame_bytes = geometry.frame_bytes
         self.num_frames = homes + inbound + outbound
         self.pinned = pinned
+        if pinned:  # cannot be swapped out
+            _check_total(self.num_frames * self.frame_bytes)
         self.outbound_start = homes + inbound
         self.homes = FramePool(0, homes)
         self.inbound = FramePool(homes, homes + inbound)
         self.outbound = FramePool(homes + inbound, self.num_frames)
         self.chunk_frames = max(1, CHUNK_BYTES // self.frame_bytes)
         self._chunks: dict[int, Future[tuple[mmap.mmap, torch.Tensor]]] = {}
-        self._taking = threading.Lock()
+        self._taking, self._reserving = threading.Lock(), threading.Lock()
+        self._reserved = 0  # bytes that are about to be touched
         self._pin_pool = ThreadPoolExecutor(PIN_THREADS, "tierkv-pin") if pinned else None
 
     def span(self, frames: Frames) -> torch.Tensor:
@@ -61,6 +70,13 @@ class WarmTier:
     def chunk_of(self, frames: Frames) -> Frames:
         """Chunk index of each frame; a copy must not cross from one to the next."""
         return frames // self.chunk_frames
+
+    def addresses(self, frames: Frames) -> Frames:
+        """Return where frames begin in memory, for kernels that read it."""
+        chunks, index = np.divmod(frames, self.chunk_frames)
+        starts = {chunk: self._chunk(chunk).data_ptr() for chunk in np.unique(chunks).tolist()}
+        bases = np.array([starts[chunk] for chunk in chunks.tolist()], dtype=np.int64)
+        return bases + index * self.frame_bytes
 
     def payload(self, frame: int) -> memoryview:
         """Return one frame's memory, `SECTOR`-aligned, writable."""
@@ -98,24 +114,25 @@ class WarmTier:
         return taken
 
     def _map(self, num_bytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+        with self._reserving:
+            _check_room(self._reserved + num_bytes)
+            self._reserved += num_bytes
         try:
             memory = mmap.mmap(-1, num_bytes)
+            view = torch.frombuffer(memory, dtype=torch.uint8).view(-1, self.frame_bytes)
+            assert view.data_ptr() % SECTOR == 0
+            if self.pinned:
+                memory.madvise(mmap.MADV_HUGEPAGE)
+                view.zero_()  # touches every page, on several threads
+                _pin(view)
         except OSError as error:
             raise WarmBudgetError(
                 f"host memory for {format_bytes(num_bytes)} of warm pages could not be taken "
                 f"({error}); lower cpu_budget"
             ) from error
-        view = torch.frombuffer(memory, dtype=torch.uint8).view(-1, self.frame_bytes)
-        assert view.data_ptr() % SECTOR == 0
-        if self.pinned:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            view.zero_()  # touches every page, on several threads
-            status = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), num_bytes, 1)
-            if int(status) != 0:
-                raise WarmBudgetError(
-                    f"{format_bytes(num_bytes)} of warm memory could not be pinned (CUDA error "
-                    f"{int(status)}); lower cpu_budget or raise the limit on locked memory"
-                )
+        finally:
+            with self._reserving:
+                self._reserved -= num_bytes
         return memory, view
 
     @property
@@ -137,6 +154,37 @@ class WarmTier:
                 if not chunk.cancelled() and chunk.exception() is None:
                     torch.cuda.cudart().cudaHostUnregister(chunk.result()[1].data_ptr())
         self._chunks.clear()
+
+
+def _check_total(num_bytes: int) -> None:
+    most = host_memory.total()
+    if most is not None and num_bytes > most.num_bytes:
+        raise WarmBudgetError(
+            f"cpu_budget asks for {format_bytes(num_bytes)} of pinned memory, but {most.limit}; "
+            f"lower cpu_budget"
+        )
+
+
+def _check_room(num_bytes: int) -> None:
+    """Stop before the system has to kill a process for memory."""
+    left = host_memory.room()
+    if left is not None and num_bytes + FREE_FLOOR_BYTES > left.num_bytes:
+        raise WarmBudgetError(
+            f"{format_bytes(num_bytes)} more of warm pages would leave less than "
+            f"{format_bytes(FREE_FLOOR_BYTES)} of host memory ({left.limit}); lower cpu_budget, "
+            f"give a store so that pages can sink to disk, or free memory"
+        )
+
+
+def _pin(view: torch.Tensor) -> None:
+    """Register memory with CUDA, for copies from any device and for kernels that read it."""
+    status = torch.cuda.cudart().cudaHostRegister(view.data_ptr(), view.numel(), PORTABLE | MAPPED)
+    if int(status) != 0:
+        raise WarmBudgetError(
+            f"{format_bytes(view.numel())} of warm memory could not be pinned (CUDA error "
+            f"{int(status)}; limit on locked memory: {host_memory.memlock_text()}); lower "
+            f"cpu_budget or raise the limit"
+        )
 
 
 def page_run_keys(warm: WarmTier, frames: Frames) -> Frames:

@@ -1,0 +1,128 @@
+// Single PTX instructions as functions, and conversions between element types. Needs no other
+// header, so NVRTC alone compiles it. sm_80 or newer.
+#pragma once
+
+#define DTYPE_F32 0
+#define DTYPE_F16 1
+#define DTYPE_BF16 2
+
+#define DEVICE __device__ __forceinline__
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+DEVICE float minus_infinity() { return __int_as_float(0xff800000); }
+
+DEVICE unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Load 16 bytes that nobody writes while the kernel runs; L1 keeps nothing of them, so the next
+// launch reads what memory holds then, whoever wrote it.
+DEVICE uint4 load_streaming(const void* from) {
+    uint4 value;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from));
+    return value;
+}
+
+// Load 16 bytes of shared memory here, not earlier: they are not to occupy registers until then.
+DEVICE uint4 load_shared(const void* from) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared_address(from)));
+    return value;
+}
+
+// Start copying 16 bytes from global to shared memory, past L1.
+DEVICE void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                 :: "r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// The same, but write zeros and read nothing unless `wanted`.
+DEVICE void copy_async_or_zero(void* to, const void* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(to)), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+
+// Close this thread's current group of copies; a group may be empty.
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most `PENDING` of this thread's groups are unfinished.
+template <int PENDING>
+DEVICE void copy_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
+}
+
+// Load four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix
+// i / 8 (16 bytes) and receives, of each matrix, elements 2 * (i % 4) and the next of row i / 4.
+DEVICE void load_matrices(unsigned (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(row)) : "memory");
+}
+
+// The same, each matrix transposed.
+DEVICE void load_matrices_transposed(unsigned (&out)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(shared_address(row)) : "memory");
+}
+
+// d += a b with a [16, 16] by rows, b [16, 8] by columns, d [16, 8] float32. With g = lane / 4 and
+// t = 2 * (lane % 4), a lane holds (two neighbours each):
+//   a: [g, t], [g + 8, t], [g, t + 8], [g + 8, t + 8]    b: [t, g], [t + 8, g] (along k)
+//   d: [g, t], [g, t + 1], [g + 8, t], [g + 8, t + 1]
+template <int DATA_TYPE>
+DEVICE void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    if constexpr (DATA_TYPE == DTYPE_BF16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}
+
+// Round two floats to 16 bits; `low` comes first in memory.
+template <int DATA_TYPE>
+DEVICE unsigned pack(float low, float high) {
+    unsigned packed;
+    if constexpr (DATA_TYPE == DTYPE_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+// Widen two 16-bit values; the reverse of pack.
+template <int DATA_TYPE>
+DEVICE void unpack(unsigned packed, float& low, float& high) {
+    if constexpr (DATA_TYPE == DTYPE_BF16) {
+        low = __uint_as_float(packed << 16);
+        high = __uint_as_float(packed & 0xffff0000u);
+    } else {
+        asm("{ .reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; }"
+            : "=f"(low), "=f"(high) : "r"(packed));
+    }
+}
+
+// Sum over the warp, for every lane.
+DEVICE unsigned add_over_warp(unsigned value) {
+    unsigned sum;
+    asm volatile("redux.sync.add.u32 %0, %1, 0xffffffff;" : "=r"(sum) : "r"(value));
+    return sum;
+}
+
+// 2^x within 2^-22 of the value; 0 for -inf.
+DEVICE float exp2_fast(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}

@@ -31,7 +31,7 @@ DEVICE uint4 load_shared(const void* from) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "r"(shared_address(from)));
+                 : "r"(shared_address(from)) : "memory");
     return value;
 }
 

@@ -6,19 +6,25 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from tierkv.config import Config
-from tierkv.errors import ClosedError, ConfigError
+from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
-from tierkv.hf.generation import only_new_tokens
+from tierkv.hf.generation import only_new_tokens, replayed
 from tierkv.hf.geometry import model_geometry
+from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels.build import available
+from tierkv.page import Geometry
 from tierkv.paging.manager import PageManager
+from tierkv.paging.selective import Selective
+from tierkv.selection.settings import selective_settings
 from tierkv.tiers.cold import ColdStore
 
 DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
@@ -77,11 +83,24 @@ class TieredModel:
                 cpu_budget=config.cpu_budget,
                 cold=cold,
                 io_threads=config.io_threads,
+                selective=self._selective(geometry, device),
             )
         except BaseException:
             if cold is not None:
                 cold.close()
             raise
+
+    def _selective(self, geometry: Geometry, device: torch.device) -> Selective | None:
+        """Return what selective attention needs, or None if it is not asked for."""
+        if self.config.attention == "exact":
+            return None
+        if any(hasattr(module, "expand_kv") for module in self.hf_model.modules()):
+            raise UnsupportedModelError(
+                f"{type(self.hf_model).__name__} stores latents, not keys: attention='selective' "
+                f"cannot rank its pages; use attention='exact'"
+            )
+        limit = self.hf_model.config.get_text_config(decoder=True).max_position_embeddings
+        return selective_settings(self.config, geometry, device, limit)
 
     def cache(self) -> TierCache:
         """Return an empty cache for the model's own `generate` or `forward`."""
@@ -146,7 +165,9 @@ class TieredModel:
             mask = self._infer_mask(input_ids, kwargs)
         try:
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
-            with only_new_tokens(self.hf_model, tier_cache):
+            graph = self._graph(input_ids, mask, tier_cache, kwargs)
+            replays = nullcontext() if graph is None else replayed(self.hf_model, graph)
+            with only_new_tokens(self.hf_model, tier_cache), replays:
                 return self.hf_model.generate(
                     input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
                 )
@@ -154,6 +175,29 @@ class TieredModel:
             if not given:
                 tier_cache.close()
             raise
+
+    def _graph(
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        tier_cache: TierCache,
+        kwargs: dict[str, Any],
+    ) -> DecodeGraph | None:
+        """Return the decode step of a cache as a CUDA graph, if generation can use one."""
+        wanted = self.config.cuda_graph and self.manager is not None
+        if not wanted or input_ids.device.type != "cuda" or not available():
+            return None
+        copies = max(
+            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
+        if len(input_ids) * copies > 1 or not bool(mask.all()) or tier_cache.tiered_in_part:
+            return None
+        if tier_cache.graph is None:
+            limit = self._text_config.max_position_embeddings
+            most = max(self.config.max_context or limit, input_ids.shape[1])
+            tier_cache.graph = DecodeGraph(self.hf_model, tier_cache, most)
+        graph: DecodeGraph = tier_cache.graph
+        return graph
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config")

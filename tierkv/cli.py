@@ -16,7 +16,9 @@ from typing import Any
 
 import tierkv
 from tierkv.config import (
+    ATTENTIONS,
     DTYPES,
+    SELECTORS,
     Config,
     GenerateConfig,
     Setting,
@@ -38,6 +40,16 @@ _HELP = {
     "page_tokens": ("N", "tokens per page, a power of two from 16 to 256"),
     "prefill_chunk": ("N", "prompt tokens per forward; 0 chooses"),
     "io_threads": ("N", "threads that read from disk"),
+    "attention": ("MODE", "exact, or selective: decode over the pages that matter most"),
+    "selector": ("NAME", "how selective attention ranks pages"),
+    "token_budget": ("N", "tokens each KV head chooses in selective attention"),
+    "mass": ("SHARE", "stop choosing at this share of the estimated attention"),
+    "sink_tokens": ("N", "first tokens, always read"),
+    "recent_tokens": ("N", "last tokens, always read"),
+    "dense_layers": ("N", "first layers, which stay exact"),
+    "reuse": ("X", "reuse cache of selective attention, in token budgets"),
+    "cuda_graph": ("", "replay decode steps as a CUDA graph where possible"),
+    "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
     "max_new_tokens": ("N", "tokens to generate at most"),
     "temperature": ("T", "sampling temperature; 0 is greedy"),
@@ -47,6 +59,7 @@ _HELP = {
     "device": ("NAME", "auto, cpu, cuda or cuda:N"),
     "dtype": ("NAME", "auto (as the model says) or a torch dtype"),
 }
+_CHOICES = {"dtype": DTYPES, "attention": ATTENTIONS, "selector": SELECTORS}
 _FIELDS = (*fields(Config), *fields(GenerateConfig))
 
 
@@ -62,8 +75,10 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
         }
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
-        elif field.name == "dtype":
-            options["choices"] = DTYPES
+        elif field.name in _CHOICES:
+            options["choices"] = _CHOICES[field.name]
+        elif field.name == "mass":
+            options |= {"metavar": metavar, "type": float}
         else:
             options["metavar"] = metavar
             if type(field.default) in (int, float) and metavar != "SIZE":

@@ -29,6 +29,8 @@ PATH_VARIABLES = {"TIERKV_STORE": "store", "TIERKV_MODEL": "model"}
 CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 """Environment variable that says where converted models are kept."""
 
+ATTENTIONS = ("exact", "selective")
+SELECTORS = ("cuboid", "bound", "mean", "window", "oracle")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -60,6 +62,18 @@ class Config:
         prefill_chunk: prompt tokens per forward; 0 chooses automatically.
         disk_floor: bytes of free disk space that are never used.
         io_threads: threads that read pages from disk.
+        attention: ``exact`` reads every page at every step; ``selective`` reads, when one token
+            is decoded, the pages that matter most to each KV head (approximate).
+        selector: how pages are ranked: ``cuboid``, ``bound``, ``mean``, ``window``, ``oracle``.
+        token_budget: tokens that a KV head chooses at most, sinks and recent ones left out.
+        mass: stop choosing at this share of the estimated attention; None fills the budget.
+        sink_tokens, recent_tokens: first and last tokens, which are always read.
+        dense_layers: first tiered layers, which stay exact.
+        reuse: size of the reuse cache on the GPU, in token budgets.
+        max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
+            limit.
+        cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
+            sequence, and every page that is read is hot or selected.
 
     Sizes may be given as text such as ``"2GiB"``; they are kept as a number of bytes.
 
@@ -75,6 +89,16 @@ class Config:
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
     io_threads: int = 4
+    attention: str = "exact"
+    selector: str = "cuboid"
+    token_budget: int = 4096
+    mass: float | None = None
+    sink_tokens: int = 64
+    recent_tokens: int = 64
+    dense_layers: int = 2
+    reuse: float = 2.0
+    max_context: int = 0
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -89,6 +113,24 @@ class Config:
             raise ConfigError(f"page_tokens must be a power of two from 16 to 256, got {tokens}")
         _check_int("prefill_chunk", self.prefill_chunk, 0, 1 << 20)
         _check_int("io_threads", self.io_threads, 1, 64)
+        for name, known in (("attention", ATTENTIONS), ("selector", SELECTORS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        _check_int("token_budget", self.token_budget, self.page_tokens, 1 << 24)
+        for name in ("sink_tokens", "recent_tokens", "max_context"):
+            _check_int(name, getattr(self, name), 0, 1 << 30)
+        _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
+        if not isinstance(self.cuda_graph, bool):
+            raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
+        _check_number("reuse", self.reuse)
+        if self.reuse < 1:
+            raise ConfigError(f"reuse must be at least 1, got {self.reuse}")
+        if self.mass is not None:
+            _check_number("mass", self.mass)
+            if not 0 < self.mass <= 1:
+                raise ConfigError(f"mass must be above 0 and at most 1, got {self.mass}")
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> Config:

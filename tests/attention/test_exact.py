@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.combinations import examples
 from tierkv.attention import exact
 from tierkv.page import Geometry
 from tierkv.paging.manager import PageManager
@@ -116,7 +117,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, 
     yield {"hot": (80, None), "warm": (5, None), "cold": (5, tmp_path)}[request.param]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     steps=st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=8),
     batch=st.integers(1, 3),

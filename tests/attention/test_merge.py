@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.combinations import examples
 from tierkv.attention.merge import Partial, apply_sinks, merge, merge_all
 from tierkv.attention.reference import attend
 
@@ -23,7 +24,7 @@ def qkv(keys: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return q, k, v
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     seed=st.integers(0, 1000),

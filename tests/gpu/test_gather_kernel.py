@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from tierkv.kernels.build import available
 from tierkv.kernels.decode import PagedKV
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.warm import WarmTier
 
 GEOMETRY = Geometry(1, 8, 128, 128, torch.bfloat16)
 
@@ -96,6 +98,33 @@ def test_runs_on_the_callers_stream(device: torch.device) -> None:
         launch.run()
     stream.synchronize()
     assert bool((split_page(problem.host, GEOMETRY)[0] == 3.0).all())
+
+
+def test_warm_memory_is_mapped(device: torch.device) -> None:
+    """Frames of the warm tier, in several registered chunks, are read and written in place."""
+    warm = WarmTier(GEOMETRY, 40, 0, 0, pinned=True)
+    warm.chunk_frames = 7
+    try:
+        spans = [warm.span(np.array([frame])) for frame in range(40)]
+        for span in spans:
+            span.random_()
+        addresses = torch.tensor([span.data_ptr() for span in spans], device=device)
+        arena = Arena.allocate(GEOMETRY, 40, device)[0]
+        frames = PagedKV(arena.k_frames, arena.v_frames)
+        gather.prepare(addresses, frames).run()
+        gather.prepare(
+            addresses[:20].contiguous(), PagedKV(frames.k[:, 20:], frames.v[:, 20:]), to_host=True
+        ).run()
+        torch.cuda.synchronize()
+        for frame, span in enumerate(spans):
+            held = 20 + frame if frame < 20 else frame
+            for on_host, on_device in zip(
+                split_page(span, GEOMETRY), (frames.k, frames.v), strict=True
+            ):
+                assert torch.equal(bits(on_host[:, 0]), bits(on_device[:, held].cpu())), frame
+    finally:
+        torch.cuda.synchronize()
+        warm.close()
 
 
 def test_frames_past_2_to_the_32_elements(device: torch.device) -> None:

@@ -1,9 +1,10 @@
 """Run the CUDA sources on the CPU: the same kernel text, with the instructions of ptx.cuh emulated.
 
-Every thread of a block is a fiber; lanes run in random order between the points where they meet,
-an asynchronous copy happens at once or only when it is waited for, and shared memory starts as
-NaN. So a missing wait or barrier shows, and so does a wrong index, without a GPU. Slow: for small
-problems. Fragment layouts follow the PTX ISA, sections on ldmatrix and mma.m16n8k16.
+Every thread of a block is a fiber; lanes run in random order between the points where they meet
+(in every second launch, one warp ahead of the others), an asynchronous copy happens at once or only
+when it is waited for, and shared memory starts as NaN. So a missing wait or barrier shows, and so
+does a wrong index, without a GPU. Slow: for small problems. Fragment layouts follow the PTX ISA,
+sections on ldmatrix and mma.m16n8k16.
 """
 
 from __future__ import annotations
@@ -289,9 +290,11 @@ extern "C" void launch(unsigned x, unsigned y, unsigned z, unsigned threads, uns
             fibers[i].groups.clear();
             makecontext(&fibers[i].context, fiber_main, 0);
         }
-        unsigned left = threads, idle = 0;
+        unsigned left = threads, idle = 0, ahead = 0;
         while (left) {
             running = random_number() % threads;
+            if (random_seed % 2 && random_number() % 4) running = (ahead * 32 + running % 32) % threads;
+            if (random_number() % 512 == 0) ahead = random_number() % threads / 32;
             for (; fibers[running].done; running = (running + 1) % threads) {}
             threadIdx = {running, 0, 0};
             swapcontext(&scheduler, &fibers[running].context);

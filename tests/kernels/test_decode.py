@@ -95,11 +95,11 @@ def test_too_large_heads_are_refused_with_numbers() -> None:
 def test_splits_fill_the_device() -> None:
     assert decode.choose_splits(1 << 17, 8, 264) == 33  # 264 blocks: one whole round
     assert decode.choose_splits(1 << 17, 32, 264) == 8
-    for pairs in range(1, 2000, 7):
-        splits = decode.choose_splits(1 << 20, pairs, 264)
-        blocks = splits * pairs
+    for heads in range(1, 2000, 7):
+        splits = decode.choose_splits(1 << 20, heads, 264)
+        blocks = splits * heads
         rounds = -(-blocks // 264)
-        assert blocks / (rounds * 264) >= 0.8, (pairs, splits)
+        assert blocks / (rounds * 264) >= 0.8, (heads, splits)
     assert decode.choose_splits(600, 8, 264) == 2
     assert decode.choose_splits(0, 8, 264) == 1
 

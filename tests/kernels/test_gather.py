@@ -48,7 +48,7 @@ def int32(*shape: int) -> torch.Tensor:
         ({"slots": torch.zeros(3)}, "slots"),
         ({"blocks": 0}, "0 blocks"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_wrong_pages_are_refused(changes: dict[str, Any], message: str) -> None:
     k = torch.zeros(2, 5, 32, 64, dtype=torch.bfloat16)

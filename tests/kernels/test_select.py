@@ -104,7 +104,7 @@ def score_arguments(**changes: Any) -> dict[str, Any]:
         ({"first": -1}, "-1"),
         ({"sealed": torch.zeros(1, dtype=torch.int32, device="meta")}, "meta"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_wrong_scorings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,8 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from tierkv.attention import exact, reference
+from tierkv.attention import exact, reference, selective
+from tierkv.attention.captured import CapturedLayer
 from tierkv.attention.merge import apply_sinks
 from tierkv.errors import UnsupportedModelError
 from tierkv.hf.cache import NAME, forget_pending, take_handle
@@ -58,6 +59,10 @@ def tier_attention(
         if handle is None:
             out = _dense(query, key, value, attention_mask, scale, softcap, s_aux)
             return out, None
+        if isinstance(handle.lookup, CapturedLayer):
+            captured, layer = handle.lookup.lookups, handle.lookup.layer
+            out = captured.attend(query, layer, scale=scale, softcap=softcap, sinks=s_aux)
+            return out, None
         mask = attention_mask
         first, padding = getattr(mask, "_tierkv_padding", (None, None))
         if mask is not None:
@@ -69,6 +74,14 @@ def tier_attention(
                 )
             if first is None:
                 first, padding = _padding(mask[:, 0, 0])
+        if selective.applies(handle.lookup):
+            if mask is not None:
+                raise UnsupportedModelError(
+                    "attention='selective' cannot hide padding; pass one sequence without any"
+                )
+            out = selective.attend(query, handle.lookup, scale=scale, softcap=softcap, sinks=s_aux)
+            handle.attended()
+            return out.contiguous(), None
         out = exact.attend(
             query, key, value, handle.lookup, scale=scale, mask=mask, first_visible=first or 0,
             padding=padding, softcap=softcap, sinks=s_aux,

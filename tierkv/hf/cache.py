@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from tierkv.attention.captured import CapturedLayer, CapturedLookups
 from tierkv.errors import ClosedError, HandshakeError, TierKVError, UnsupportedModelError
 from tierkv.hf.geometry import stock_layers
 from tierkv.paging.edit import crop, remap
@@ -39,7 +40,7 @@ class Handle:
     """What `update` hands to the attention function of the same layer."""
 
     layer_idx: int
-    lookup: Lookup
+    lookup: Lookup | CapturedLayer
     owner: weakref.ref[TierCache]
 
     def attended(self) -> None:
@@ -91,7 +92,12 @@ class TierLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append ``[batch, kv_heads, tokens, dim]`` keys and values; return just them."""
-        lookup = self._owner.append(self._tier_layer, key_states, value_states)
+        owner = self._owner
+        lookup: Lookup | CapturedLayer
+        if owner.captured is not None:
+            lookup = owner.captured.append(self._tier_layer, key_states, value_states)
+        else:
+            lookup = owner.append(self._tier_layer, key_states, value_states)
         handle = Handle(self._layer_idx, lookup, self._owner_ref)
         _pending.handle = handle
         key_states._tierkv_handle = handle  # type: ignore[attr-defined]
@@ -134,6 +140,8 @@ class TierCache(Cache):
     def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
         layers = stock_layers(config)
         self.manager, self._config = manager, config
+        self.graph: Any = None  # the captured decode step, if there is one
+        self.captured: CapturedLookups | None = None  # set while a step is captured
         self._unread: tuple[int, int] | None = None  # (tiered layer, tokens) awaiting attention
         self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.sequences = Sequences(len(self.tiered))
@@ -144,9 +152,14 @@ class TierCache(Cache):
             layers[index] = TierLayer(self, index, tier_layer)
         return layers
 
+    @property
+    def tiered_in_part(self) -> bool:
+        """Whether some layers keep bounded state of their own (windows, recurrence)."""
+        return len(self.tiered) < len(self.layers)
+
     def append(self, tier_layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
         """Append to one tiered layer after checking shape, dtype and device."""
-        manager = self._live_manager()
+        manager = self.live_manager()
         if self._config._attn_implementation != NAME:
             raise HandshakeError(
                 f"the model attends through {self._config._attn_implementation!r}, which cannot "
@@ -223,7 +236,7 @@ class TierCache(Cache):
             what = "full sliding windows" if full else "recurrent layers"
             raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
-            crop(self._live_manager(), self.sequences, length)
+            crop(self.live_manager(), self.sequences, length)
         self._unread = None
         for layer in longer:
             layer.crop(length - layer.get_seq_length())
@@ -235,7 +248,7 @@ class TierCache(Cache):
             count = min(count - length, 0)
         super().crop(count)  # refuses before anything is cut
         if self.manager is not None and count:
-            crop(self._live_manager(), self.sequences, max(length + count, 0))
+            crop(self.live_manager(), self.sequences, max(length + count, 0))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Permute the batch for beam search: block tables change, only tails are copied."""
@@ -254,9 +267,14 @@ class TierCache(Cache):
 
     def _remap(self, rows: Any) -> None:
         if self.manager is not None:
-            remap(self._live_manager(), self.sequences, rows.astype(np.int64))
+            remap(self.live_manager(), self.sequences, rows.astype(np.int64))
 
-    def _live_manager(self) -> PageManager:
+    def live_manager(self) -> PageManager:
+        """Return the manager; the model must have tiered layers.
+
+        Raises:
+            ClosedError: the model was closed.
+        """
         assert self.manager is not None
         if self.manager.closed:
             raise ClosedError("the model of this cache was closed; wrap it again")
@@ -269,7 +287,7 @@ class TierCache(Cache):
     def close(self) -> None:
         """Release every page. The cache is empty afterwards and may be used again."""
         forget_pending()
-        self._unread = None
+        self._unread = self.graph = None
         if self.manager is not None:
             self.manager.close_sequences(self.sequences)
         self.sequences = Sequences(len(self.tiered))

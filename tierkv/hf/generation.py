@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
+from tierkv.hf.graph import DecodeGraph
 
 
 @contextmanager
@@ -39,3 +42,36 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
         del model.prepare_inputs_for_generation
         if former is not None:
             model.prepare_inputs_for_generation = former
+
+
+@contextmanager
+def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
+    """Replay a captured step whenever the model is called for one token of the graph's cache.
+
+    What cannot be replayed runs as always; the reason is a warning, once.
+    """
+    name, forward = cache_argument(hf_model), hf_model.forward
+    former = vars(hf_model).get("forward")  # someone else's patch, or None
+    told: set[str] = set()
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs.get("input_ids")
+        if args or ids is None or ids.shape != (1, 1) or kwargs.get(name) is not graph.tier_cache:
+            return forward(*args, **kwargs)
+        obstacle = graph.obstacle()
+        if obstacle:
+            if not told:
+                warnings.warn(f"decoding without a CUDA graph: {obstacle}", stacklevel=2)
+            told.add(obstacle)
+            return forward(**kwargs)
+        logits = graph.step(ids)
+        return type(graph.output)(**{**graph.output, "logits": logits.clone()})
+
+    hf_model.forward = call
+    try:
+        yield
+    finally:
+        del hf_model.forward
+        if former is not None:
+            hf_model.forward = former

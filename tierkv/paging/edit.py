@@ -8,6 +8,7 @@ import torch
 from tierkv.paging.directory import Blocks
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import make_plan
+from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
 
 
@@ -70,6 +71,21 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     sequences.lengths = [min(now, length) for now in sequences.lengths]
     sequences.changed()
     manager.release(before[:, keep:])
+    if manager.selective is not None and manager.selective.owner is sequences:
+        _restore_recent(manager, manager.selective, sequences, keep)
+
+
+def _restore_recent(
+    manager: PageManager, state: SelectiveState, sequences: Sequences, pages: int
+) -> None:
+    """Forget pages that are gone, and fill the ring of recent ones with what is now recent."""
+    state.truncate(pages)
+    if not state.spec.slots:
+        return
+    for layer in filter(state.spec.selects, range(manager.geometry.layers)):
+        for position in range(max(pages - state.spec.recent_pages - 1, 0), pages):
+            k, v = _read_page(manager, sequences, layer, position)
+            state.keep_recent(position, k, v, manager.hot.arenas[layer])
 
 
 def _fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:

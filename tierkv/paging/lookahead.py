@@ -71,7 +71,8 @@ class Lookahead:
     """The pipeline of announced fetches; one consumer."""
 
     def __init__(self, source: PageSource, transfer: Transfer, layers: int, stats: Stats):
-        self._source, self._transfer, self._layers, self._stats = source, transfer, layers, stats
+        self._source, self._transfer, self._stats = source, transfer, stats
+        self._all_layers = self._layers = layers
         self._sequences: Sequences | None = None
         self._queue: deque[Ticket] = deque()
         self._ahead: deque[Fetch] = deque()
@@ -80,13 +81,17 @@ class Lookahead:
         self._free_buffers = list(range(transfer.staging_buffers))
 
     def stream(
-        self, sequences: Sequences, layer: int, plan: Plan
+        self, sequences: Sequences, layer: int, plan: Plan, cycle: int | None = None
     ) -> Iterator[tuple[Staged, Arena]]:
         """Yield every staged block of a lookup in order, each valid until the next is asked for.
+
+        Args:
+            cycle: how many layers, from the first on, will be looked up in turn; all by default.
 
         Raises:
             ColdReadError: a page could not be read from disk. The lookup may be repeated.
         """
+        self._layers = cycle or self._all_layers
         if sequences is not self._sequences:
             self.cancel()
             self._sequences, self._next_layer = sequences, (layer + 1) % self._layers

@@ -120,7 +120,9 @@ class Lookup:
         """
         plan = self.manager.plan(self.sequences, self.layer, self.past)
         yield from self._resident(plan, table_pages)
-        for staged, arena in self.manager.lookahead.stream(self.sequences, self.layer, plan):
+        state, lookahead = self.manager.selective, self.manager.lookahead
+        cycle = state.spec.dense_layers if state is not None and self.new_tokens == 1 else None
+        for staged, arena in lookahead.stream(self.sequences, self.layer, plan, cycle):
             tokens = len(staged.positions) * arena.page_tokens
             table = None if staged.in_order else staged.slots
             yield Part(staged.rows, arena, table, 0, staged.positions, tokens)

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierkv.errors import ClosedError, HotBudgetError
+from tierkv.errors import ClosedError, ConfigError, HotBudgetError
 from tierkv.page import Geometry
 from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.lookahead import Lookahead, Sources
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.plan import Fetch, Plan, make_plan
+from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
 from tierkv.paging.writer import Writer
@@ -38,6 +39,7 @@ class PageManager:
         device: compute device.
         gpu_budget, cpu_budget: bytes on the compute device and in host memory.
         cold: the store on disk, owned by the manager from now on; None for two tiers.
+        selective: what layers that select keep on the device; None where all are exact.
 
     Raises:
         HotBudgetError, WarmBudgetError: a budget is below the minimum; the message says which.
@@ -52,6 +54,7 @@ class PageManager:
         cpu_budget: int,
         cold: ColdStore | None,
         io_threads: int = 4,
+        selective: Selective | None = None,
     ):
         self.tiers = TierSet(
             geometry,
@@ -60,11 +63,12 @@ class PageManager:
             cpu_budget=cpu_budget,
             cold=cold,
             io_threads=io_threads,
+            selective=selective,
         )
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
-        self.stats = self.tiers.stats
+        self.stats, self.selective = self.tiers.stats, self.tiers.selective
         self.lookahead = Lookahead(self, self.transfer, geometry.layers, self.stats)
         self.outflow = Outflow(self.tiers, self.lookahead.cancel)
         self._writer = Writer(self.tiers, self.outflow)
@@ -90,6 +94,8 @@ class PageManager:
         batch, new = k.shape[0], k.shape[2]
         while self._discarded:
             self.close_sequences(self._discarded.popleft())
+        if self.selective is not None:
+            self._own(self.selective, sequences, batch, sequences.lengths[layer] + new)
         if sequences not in self._open:
             self._start(sequences, batch)
         tokens = self.geometry.page_tokens
@@ -106,6 +112,42 @@ class PageManager:
         sequences.lengths[layer] = length + new
         visible = offset + 1 if new == 1 else offset
         return Lookup(self, sequences, layer, past, tails, visible, kept, new)
+
+    def begin_token(self, sequences: Sequences) -> None:
+        """Make room for one token of one open sequence, which a captured step will write.
+
+        Raises:
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing changed.
+        """
+        self._check_open()
+        self._reserve(sequences, 1)
+        length = sequences.lengths[0]
+        if self.selective is not None:
+            self._own(self.selective, sequences, sequences.batch, length + 1)
+        if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
+            sequences.extend(self.new_blocks(1).reshape(1, 1))
+
+    def end_token(self, sequences: Sequences) -> None:
+        """Count the token that a captured step has written; seal the page it fills."""
+        sequences.lengths = [length + 1 for length in sequences.lengths]
+        if sequences.lengths[0] % self.geometry.page_tokens == 0:
+            for layer in range(self.geometry.layers):
+                self._writer.seal_tail(sequences, layer)
+
+    def _own(
+        self, selective: SelectiveState, sequences: Sequences, batch: int, length: int
+    ) -> None:
+        """Check that the one context of selective attention is this one and may grow."""
+        if batch != 1:
+            raise ConfigError(
+                f"attention='selective' decodes one sequence at a time, got a batch of {batch}"
+            )
+        if selective.owner not in (None, sequences):
+            raise ConfigError(
+                "attention='selective' keeps one context at a time; close() the other cache first"
+            )
+        selective.check_room(length // self.geometry.page_tokens, self.geometry.page_tokens)
+        selective.owner = sequences
 
     def new_blocks(self, count: int) -> Blocks:
         """Make blocks with one reference each."""
@@ -149,7 +191,7 @@ class PageManager:
         down = []
         for layer, length in enumerate(sequences.lengths):
             sealed = (length + new) // tokens - length // tokens
-            down.append((sealed - min(sealed, self.hot.free(layer) // batch)) * batch)
+            down.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
         self.outflow.check_room(down)
 
     def _demote(self, layer: int, count: int) -> None:
@@ -267,6 +309,8 @@ class PageManager:
         if self.closed or sequences not in self._open:
             return
         self._open.discard(sequences)
+        if self.selective is not None and self.selective.owner is sequences:
+            self.selective.forget()
         self.lookahead.cancel()
         for layer in range(self.geometry.layers):
             self.hot.give(layer, sequences.tails[layer])

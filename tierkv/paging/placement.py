@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tierkv.errors import HotBudgetError, WarmBudgetError
 from tierkv.page import Geometry
+from tierkv.paging.selective import Selective
 from tierkv.units import format_bytes
 
 STAGING_BUFFERS = 2
@@ -36,9 +37,18 @@ class Placement:
 
     @classmethod
     def choose(
-        cls, geometry: Geometry, *, gpu_budget: int, cpu_budget: int, has_cold: bool, cuda: bool
+        cls,
+        geometry: Geometry,
+        *,
+        gpu_budget: int,
+        cpu_budget: int,
+        has_cold: bool,
+        cuda: bool,
+        selective: Selective | None = None,
     ) -> Placement:
         """Divide the budgets.
+
+        What selective attention needs comes first; the layers that stay exact share the rest.
 
         Staging takes at most an eighth of `gpu_budget`. With a cold tier, a quarter of the warm
         frames (at most `MAX_TRANSIT_BYTES` each way) are for pages in transit.
@@ -50,7 +60,21 @@ class Placement:
         page = geometry.page_bytes
         staging = _staging_pages(geometry, gpu_budget, cuda)
         total = staging_total(staging, cuda)
-        hot = (gpu_budget - total * page) // (page * geometry.layers)
+        selecting = _selecting(geometry, selective)
+        fixed = selecting * selective.state_bytes(geometry) if selective is not None else 0
+        dense = geometry.layers - selecting
+        rest = gpu_budget - total * page - fixed
+        hot = rest // (page * dense) if dense else min(rest + 1, 1)
+        if hot < 1 and selective is not None:
+            raise HotBudgetError(
+                f"gpu_budget is {format_bytes(gpu_budget)}; selective attention takes "
+                f"{format_bytes(fixed)} for {selecting} layers (reuse cache of {selective.slots} "
+                f"pages, summaries of {selective.max_pages} pages) and {total} staging pages "
+                f"{format_bytes(total * page)}: raise gpu_budget by "
+                f"{format_bytes(max(page * dense - rest, 1))}, or lower token_budget or max_context"
+            )
+        if selective is not None and selecting:  # an exact layer never has more pages than that
+            hot = min(hot, selective.max_pages + 1)
         if hot < 1:
             need = page * (geometry.layers + total)
             raise HotBudgetError(
@@ -75,6 +99,10 @@ class Placement:
         """Device bytes this placement takes."""
         pages = self.hot_frames * geometry.layers + self.staging_total
         return pages * geometry.page_bytes
+
+
+def _selecting(geometry: Geometry, selective: Selective | None) -> int:
+    return 0 if selective is None else sum(map(selective.selects, range(geometry.layers)))
 
 
 def _staging_pages(geometry: Geometry, gpu_budget: int, cuda: bool) -> int:

@@ -12,6 +12,7 @@ import torch
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
+from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.hot import HotTier
@@ -42,6 +43,7 @@ class TierSet:
         cpu_budget: int,
         cold: ColdStore | None,
         io_threads: int,
+        selective: Selective | None = None,
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
@@ -55,9 +57,17 @@ class TierSet:
             cpu_budget=cpu_budget,
             has_cold=cold is not None,
             cuda=cuda,
+            selective=selective,
         )
         with torch.inference_mode(False):
-            self.hot = HotTier(geometry, place.hot_frames, device)
+            extra = [
+                selective.frames if selective is not None and selective.selects(layer) else None
+                for layer in range(geometry.layers)
+            ]
+            self.hot = HotTier(geometry, place.hot_frames, device, extra)
+            self.selective = (
+                None if selective is None else SelectiveState(selective, geometry, device)
+            )
             self.warm = WarmTier(
                 geometry, place.warm_homes, place.warm_inbound, place.warm_outbound, pinned=cuda
             )

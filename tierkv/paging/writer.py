@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tierkv.paging.directory import NOWHERE
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
@@ -48,7 +49,7 @@ class Writer:
                 for row in range(batch):
                     arena.write_tokens(int(tails[row]) * tokens + offset, k[row], v[row])
             return
-        homes = min(sealed, self.tiers.hot.free(layer) // batch)
+        homes = min(sealed, self.tiers.hot.homes_free(layer) // batch)
         if homes < sealed:  # first what can fail: until then nothing of the sequences changes
             self._seal_down(sequences, layer, k, v, past, offset, homes, sealed)
         chain = tails[:, None]
@@ -66,6 +67,27 @@ class Writer:
             for row, frame in enumerate(sequences.tails[layer].tolist()):
                 arena.write_tokens(frame * tokens, k[row, :, -rest:], v[row, :, -rest:])
         self.tiers.stats.pages_sealed += sealed * batch
+        sequences.sealed(layer)
+
+    def seal_tail(self, sequences: Sequences, layer: int) -> None:
+        """Seal the full tail of one sequence, whose tokens a captured step has written."""
+        tiers, tail = self.tiers, sequences.tails[layer, :1].copy()
+        position = sequences.lengths[layer] // tiers.geometry.page_tokens - 1
+        if tiers.hot.homes_free(layer):
+            block = sequences.blocks[0, position]
+            fresh = tiers.hot.take(layer, TAIL, 1)
+            tiers.hot.owner[layer, tail] = block
+            tiers.directory.hot[block, layer] = tail[0]
+            sequences.tails[layer] = fresh
+        else:
+            k, v = tiers.hot.arenas[layer].pages(tail)
+            try:
+                self._send(layer, sequences, 0, position, k, v)
+            except BaseException:
+                blocks = sequences.blocks[0, position : position + 1]
+                self._outflow.take_back(layer, blocks)
+                raise
+        tiers.stats.pages_sealed += 1
         sequences.sealed(layer)
 
     def _write_one(
@@ -116,19 +138,42 @@ class Writer:
                         int(frame[0]) * tokens + offset, k[row, :, :at], v[row, :, :at]
                     )
                     page_k, page_v = arena.pages(frame)
-                    self._outflow.send_down(
-                        layer, sequences.blocks[row, past : past + 1], page_k, page_v
-                    )
+                    self._send(layer, sequences, row, past, page_k, page_v)
                     position += 1
                 count = past + sealed - position
                 if count:
                     pages = slice(at, at + count * tokens)
-                    self._outflow.send_down(
+                    self._send(
                         layer,
-                        sequences.blocks[row, position : position + count],
+                        sequences,
+                        row,
+                        position,
                         k[row, :, pages].unflatten(1, (count, tokens)),
                         v[row, :, pages].unflatten(1, (count, tokens)),
                     )
         except BaseException:
             self._outflow.take_back(layer, sequences.blocks[:, first : past + sealed].reshape(-1))
             raise
+
+    def _send(
+        self,
+        layer: int,
+        sequences: Sequences,
+        row: int,
+        position: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> None:
+        """Send sealed pages of one sequence down, and show them to selective attention."""
+        tiers, blocks = self.tiers, sequences.blocks[row, position : position + k.shape[1]]
+        self._outflow.send_down(layer, blocks, k, v)
+        state = tiers.selective
+        if state is None or not state.spec.selects(layer):
+            return
+        addresses = None
+        if state.spec.slots:
+            frames = tiers.directory.warm[blocks, layer]
+            settled = (frames != NOWHERE) & (frames < tiers.warm.homes.capacity)
+            addresses = np.zeros(len(blocks), dtype=np.int64)
+            addresses[settled] = tiers.warm.addresses(frames[settled])
+        state.sealed(layer, position, k, v, tiers.hot.arenas[layer], addresses)

@@ -7,6 +7,9 @@ theirs until released, and the tail of every sequence holds one.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -20,21 +23,42 @@ FREE, TAIL = -1, -2
 class HotTier:
     """Frames of all layers on `device`. Memory is taken once, by the constructor.
 
+    Args:
+        frames_per_layer: frames that pages and tails take in every layer that is not selective.
+        selective: for each layer, frames beyond its one tail that selective attention manages
+            itself, or None where pages have homes.
+
     Attributes:
         arenas: one `Arena` a layer.
         owner: ``[layers, frames]`` logical block in each frame, `FREE` or `TAIL`.
     """
 
-    def __init__(self, geometry: Geometry, frames_per_layer: int, device: torch.device):
+    def __init__(
+        self,
+        geometry: Geometry,
+        frames_per_layer: int,
+        device: torch.device,
+        selective: Sequence[int | None] = (),
+    ):
         self.geometry = geometry
-        self.frames_per_layer = frames_per_layer
-        self.arenas = Arena.allocate(geometry, frames_per_layer, device, geometry.layers)
-        self.pools = [FramePool(0, frames_per_layer) for _ in range(geometry.layers)]
-        self.owner = np.full((geometry.layers, frames_per_layer), FREE, dtype=np.int64)
+        extra = list(selective) or [None] * geometry.layers
+        self._homes = [frames is None for frames in extra]
+        taken = [frames_per_layer if more is None else 1 for more in extra]
+        self.frames_per_layer = min(taken)
+        self.arenas: list[Arena] = []
+        for (own, more), layers in itertools.groupby(zip(taken, extra, strict=True)):
+            count = len(list(layers))
+            self.arenas += Arena.allocate(geometry, own + (more or 0), device, count)
+        self.pools = [FramePool(0, own) for own in taken]
+        self.owner = np.full((geometry.layers, max(taken)), FREE, dtype=np.int64)
 
     def free(self, layer: int) -> int:
         """Free frames of one layer."""
         return self.pools[layer].free
+
+    def homes_free(self, layer: int) -> int:
+        """Frames of one layer that sealed pages may take for good."""
+        return self.pools[layer].free if self._homes[layer] else 0
 
     def take(self, layer: int, owners: Frames | int, count: int) -> Frames:
         """Take `count` frames of `layer` for `owners` (block ids, or `TAIL`)."""

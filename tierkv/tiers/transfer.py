@@ -55,6 +55,10 @@ class StreamClock:
         event = self._events[self._issued] = self.stream.record_event()
         return self._issued, event
 
+    def last(self) -> Any:
+        """Return the event of the latest work if it may not be over yet, else None."""
+        return self.pending(np.array([self._issued]))
+
     def pending(self, numbers: npt.NDArray[np.int64]) -> Any:
         """Return the event of the latest of `numbers` if it may not be over yet, else None."""
         latest = int(numbers.max()) if len(numbers) else 0
@@ -245,6 +249,34 @@ class Transfer:
             with self._enqueue:
                 number, self._down_done[turn] = self._down.tick()
                 self._frame_written[frames] = number
+
+    def settle(self) -> None:
+        """Make the caller's stream wait for all copies downwards, before it reads warm memory."""
+        if self.cuda:
+            last = self._down.last()
+            if last is not None:
+                torch.cuda.current_stream(self.device).wait_event(last)
+
+    def finish(self) -> None:
+        """Block until the work on the caller's stream is over."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def capture(self, work: Callable[[], torch.Tensor], warmups: int) -> tuple[Any, torch.Tensor]:
+        """Run work a few times, then capture it as a CUDA graph on the caller's device.
+
+        Returns the graph and the tensor that each replay leaves the result in.
+        """
+        caller, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        side.wait_stream(caller)
+        with torch.cuda.stream(side):
+            for _ in range(warmups):
+                work()
+        caller.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = work()
+        return graph, result
 
     def _scattered(self, copies: int, pages: int) -> bool:
         """Whether pages lie so far apart that our kernel moves them faster than copies."""

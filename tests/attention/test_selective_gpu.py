@@ -1,0 +1,119 @@
+"""The kernels' path of selective attention, emulated on the CPU, against plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.attention.test_selective import settings
+from tests.hf.test_exact_tokens import model
+from tests.kernels import emulator
+from tierkv import api
+from tierkv.attention import selective
+from tierkv.hf.attach import cache_argument
+from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels import decode, gather, merge, score, select
+from tierkv.tiers.transfer import Transfer
+
+NEW = 3
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulator.COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("the emulator needs g++ on Linux")
+    for module in (decode, gather, merge, score, select):
+        monkeypatch.setattr(module, "kernel", emulator.kernel)
+    for module in (decode, select):
+        monkeypatch.setattr(module, "shared_memory", emulator.shared_memory)
+    monkeypatch.setattr(select, "THREADS", 64)  # the emulator runs them one by one
+    made = api.selective_settings
+
+    def with_slots(*args: Any) -> Any:
+        spec = made(*args)
+        return dataclasses.replace(spec, slots=2 * max(spec.budget_pages, 1))
+
+    monkeypatch.setattr(selective, "on_gpu", lambda query: True)
+    monkeypatch.setattr(api, "selective_settings", with_slots)
+
+
+def logits(name: str, ids: torch.Tensor, given: dict[str, Any], crop: int = 0) -> torch.Tensor:
+    """Return logits of decoding the last `NEW` tokens one by one."""
+    with torch.no_grad(), tierkv.wrap(model(name), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        argument = {cache_argument(model(name)): tier_cache}
+        steps = []
+        for turn in range(2 if crop else 1):
+            wrapped.prefill(ids[:, :-NEW], tier_cache)
+            for at in range(ids.shape[1] - NEW, ids.shape[1]):
+                steps.append(model(name)(ids[:, at : at + 1], **argument).logits[0, -1])
+            if crop and not turn:
+                tier_cache.crop(-crop)
+        return torch.stack(steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "selector", "crop"),
+    [
+        ("llama", "warm", "cuboid", 0), ("gpt_oss", "cold", "mean", 0),
+        ("gemma2", "warm", "window", 0), ("llama", "cold", "bound", 20),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("emulated")
+def test_kernels_read_what_torch_reads(
+    name: str, kind: str, selector: str, crop: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Steps cross a page seal; pages come from all tiers; a cut context goes on."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 302 + NEW))
+    given = settings(kind, name, tmp_path, selector=selector)
+    got = logits(name, ids, given, crop)
+    monkeypatch.undo()
+    want = logits(name, ids, given, crop)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+class Rerun:
+    """Stands in for a CUDA graph: runs the work again into the same memory."""
+
+    def __init__(self, work: Any, result: torch.Tensor):
+        self.work, self.result = work, result
+
+    def replay(self) -> None:
+        self.result.copy_(self.work())
+
+
+@pytest.mark.parametrize("dense_layers", [1, 3])
+@pytest.mark.usefixtures("emulated")
+def test_captured_steps_equal_eager_ones(
+    dense_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sealing between replays leaves what sealing within an append leaves."""
+
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    monkeypatch.setattr(Transfer, "capture", rerun)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 302 + NEW))
+    given = settings("hot", "llama", tmp_path, dense_layers=dense_layers)
+    want = logits("llama", ids, given)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = []
+        for at in range(ids.shape[1] - NEW, ids.shape[1]):
+            assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+        assert tier_cache.get_seq_length() == ids.shape[1]
+        wrapped.prefill(torch.cat([ids, ids], 1), tier_cache)  # eager appends go on from there
+        assert graph.replays == NEW
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)

@@ -1,0 +1,90 @@
+"""Selective attention and captured decode steps on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.attention.test_selective import settings
+from tests.gpu.test_exact_tokens_cuda import expected, model
+from tests.hf.test_exact_tokens import options, prompt
+from tierkv.hf.attach import cache_argument
+from tierkv.hf.graph import DecodeGraph
+
+NEW = 100
+
+
+def wide(name: str) -> Any:
+    return model(name, torch.float32)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("kind", ["hot", "warm", "cold"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore:decoding without a CUDA graph")
+def test_a_budget_for_everything_is_exact(
+    name: str, kind: str, cuda_graph: bool, tmp_path: Path
+) -> None:
+    ids, mask = (tensor.cuda() for tensor in prompt("single"))
+    given = settings(kind, name, tmp_path, token_budget=1024, cuda_graph=cuda_graph)
+    given["gpu_budget"] = "64MiB"
+    with tierkv.wrap(wide(name), prefill_chunk=50, **given) as wrapped:
+        result = wrapped.generate(ids, attention_mask=mask, **options("single"))
+    want = expected(name, "single", torch.float32)
+    assert result.sequences.tolist() == want.sequences.tolist()
+
+
+def logits(ids: torch.Tensor, given: dict[str, Any], captured: bool) -> torch.Tensor:
+    hf_model = wide("llama")
+    with torch.no_grad(), tierkv.wrap(hf_model, **given) as wrapped:
+        tier_cache, steps = wrapped.cache(), []
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(hf_model, tier_cache, 2 * ids.shape[1])
+        for at in range(ids.shape[1] - NEW, ids.shape[1]):
+            token = ids[:, at : at + 1]
+            if captured:
+                assert not graph.obstacle()
+                steps.append(graph.step(token)[0, -1].clone())
+            else:
+                argument = {cache_argument(hf_model): tier_cache}
+                steps.append(hf_model(token, **argument).logits[0, -1])
+        assert graph.replays == (NEW if captured else 0)
+        return torch.stack(steps)
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1, 3])
+@pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window"])
+def test_captured_eager_and_torch_agree(selector: str, dense_layers: int, tmp_path: Path) -> None:
+    """The same logits from replays, from single launches, and from plain torch on the CPU."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 700 + NEW))
+    given = settings("hot", "llama", tmp_path, selector=selector, dense_layers=dense_layers)
+    given |= {"token_budget": 96, "max_context": 2048, "gpu_budget": "64MiB"}
+    eager, captured = (logits(ids.cuda(), given, way) for way in (False, True))
+    torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5)
+    hf_model = wide("llama").cpu()
+    try:
+        plain = logits(ids, given, False)
+    finally:
+        hf_model.cuda()
+    near = (eager.cpu() - plain).norm(dim=-1) / plain.norm(dim=-1)
+    assert float(near.median()) < 1e-4  # a tie may be broken differently in single steps
+
+
+@pytest.mark.filterwarnings("error:decoding without a CUDA graph")
+def test_generate_replays(tmp_path: Path) -> None:
+    """Exact attention with everything hot is replayed as well, and gives the same tokens."""
+    ids, mask = (tensor.cuda() for tensor in prompt("single"))
+    with tierkv.wrap(wide("llama"), page_tokens=16) as wrapped:
+        tier_cache = wrapped.cache()
+        result = wrapped.generate(
+            ids, attention_mask=mask, **{cache_argument(wide("llama")): tier_cache},
+            **options("single"),
+        )  # fmt: skip
+        assert tier_cache.graph.replays >= 22
+    want = expected("llama", "single", torch.float32)
+    assert result.sequences.tolist() == want.sequences.tolist()

@@ -1,0 +1,203 @@
+"""Selective attention in kernels: score, choose and plan, fetch, attend, without the host.
+
+Everything is prepared once per layer on fixed memory; a step only changes what that memory holds
+(the query, the lengths), so it can be replayed as a CUDA graph. `selective` is the oracle.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierkv.kernels import decode, gather, score, select
+from tierkv.kernels.build import Launch
+from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.merge import Partials, merge
+from tierkv.paging.headpages import open_pages
+from tierkv.paging.lookup import Lookup
+from tierkv.paging.manager import PageManager
+from tierkv.paging.plan import Fetch
+from tierkv.paging.selective import TAIL_FRAME, SelectiveState
+from tierkv.paging.sequences import Sequences
+
+MAX_SPLITS = 64
+"""Splits over the chosen pages at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerLaunches:
+    """The launches of one layer, in order; the first three are left out if nothing is chosen."""
+
+    score: score.ScoreLaunch | None
+    select: Launch | None
+    fetch: Launch | None
+    pages: decode.Launch
+    tail: decode.Launch
+
+
+class Reader:
+    """Fixed memory and prepared launches for the layers of one model.
+
+    Attributes:
+        sealed, tail_tokens: ``[1]`` int32, sealed pages and tokens in the tail; the same for all
+            layers of a step.
+        step: ``[1]`` int32, counts steps.
+    """
+
+    def __init__(self, manager: PageManager, state: SelectiveState, query: torch.Tensor):
+        geometry, spec, device = manager.geometry, state.spec, manager.device
+        self.manager, self.state, heads = manager, state, query.shape[1]
+        self.query = torch.empty((1, heads, geometry.k_dim), dtype=query.dtype, device=device)
+        self.sealed, self.tail_tokens, self.step = torch.zeros(
+            (3, 1), dtype=torch.int32, device=device
+        )
+        kept, group = spec.kept_pages, heads // geometry.kv_heads
+        self.scores = score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
+        plan = select.Plan.allocate(geometry.kv_heads, max(spec.budget_pages, 1), device, kept)
+        self.plan = replace(plan, stats=state.counters)
+        self.plan.tokens.fill_(kept * geometry.page_tokens)  # stays so if nothing is chosen
+        slots = MAX_SPLITS + 1
+        self.partials = Partials.allocate(slots, 1, heads, geometry.v_dim, device)
+        self._layers: dict[int, LayerLaunches] = {}
+        self._sealed, self._begun = -1, (-1, -1, -1)
+
+    def begin(self, sealed: int, tail_tokens: int) -> None:
+        """Set the lengths of a step; the new token is in the tail."""
+        begun = (sealed, tail_tokens, self.manager.stats.pages_sealed)
+        if begun == self._begun:
+            return
+        if sealed != self._sealed:
+            kept = torch.from_numpy(self.state.spec.kept_frames(sealed))
+            self.plan.table[:, : len(kept)] = kept.to(self.query.device)
+            self.sealed.fill_(sealed)
+        self._sealed, self._begun = sealed, begun
+        self.tail_tokens.fill_(tail_tokens)
+        self.step.add_(1)
+        self.manager.transfer.settle()
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        waits: Sequences | None,
+    ) -> torch.Tensor:
+        """Attend in one layer of the step begun.
+
+        Args:
+            query: ``[1, heads, 1, dim]``.
+            waits: whose pages may be on disk, to be waited for on the host; None if there is no
+                disk, or to go without what is there.
+
+        Returns:
+            ``[1, 1, heads, v_dim]`` in the query's dtype.
+        """
+        if layer not in self._layers:
+            self._layers[layer] = self._prepare(layer, scale, softcap)
+        launches = self._layers[layer]
+        self.query.copy_(query[:, :, 0])
+        self._run(launches, layer, waits)
+        out = query.new_empty((1, query.shape[1], self.manager.geometry.v_dim))
+        slots = launches.tail.next_slot
+        merge(self.partials, slots, out, sinks=None if sinks is None else sinks.float())
+        return out.unsqueeze(1)
+
+    def _prepare(self, layer: int, scale: float, softcap: float | None) -> LayerLaunches:
+        state, spec, plan = self.state, self.state.spec, self.plan
+        at, arena = state.index(layer), self.manager.hot.arenas[layer]
+        frames = PagedKV(arena.k_frames, arena.v_frames)
+        attend: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        pages = decode.prepare(
+            self.query, frames, self.partials, slot=0, tokens=plan.tokens[None],
+            table=plan.table[None], max_splits=MAX_SPLITS, **attend,
+        )  # fmt: skip
+        tail = decode.prepare(
+            self.query, frames, self.partials, slot=pages.next_slot, tokens=self.tail_tokens,
+            first_frame=TAIL_FRAME, row_frames=1, splits=1, **attend,
+        )  # fmt: skip
+        if not spec.budget_pages:
+            return LayerLaunches(None, None, None, pages, tail)
+        candidates: dict[str, Any] = {
+            "sealed": self.sealed, "first": spec.sink_pages, "recent": spec.recent_pages,
+        }  # fmt: skip
+        scoring = score.prepare(
+            self.query[0], state.summaries[at], self.scores, scale=scale, **candidates
+        )
+        reuse = select.ReuseCache(state.where[at], state.held[at], state.stamp[at], spec.first_slot)
+        choosing = select.prepare(
+            self.scores.mass, state.addresses[at], reuse, plan, step=self.step,
+            page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
+            **candidates,
+        )  # fmt: skip
+        fetching = gather.prepare_fetch(state.addresses[at], plan.fetches, frames)
+        return LayerLaunches(scoring, choosing, fetching, pages, tail)
+
+    def _run(self, launches: LayerLaunches, layer: int, sequences: Sequences | None) -> None:
+        if launches.score and launches.select and launches.fetch:
+            launches.score.run()
+            launches.select.run()
+            launches.fetch.run()
+            if sequences is not None:
+                self._wait_for_missing(launches.select, launches.fetch, layer, sequences)
+        launches.pages.run()
+        launches.tail.run()
+
+    def _wait_for_missing(
+        self, choosing: Launch, fetching: Launch, layer: int, sequences: Sequences
+    ) -> None:
+        """Bring chosen pages from disk to warm memory and fetch them, as many as fit at once."""
+        addresses, manager = self.state.addresses[self.state.index(layer)], self.manager
+        while True:
+            counts = self.plan.missing_counts.tolist()
+            if not any(counts):
+                return
+            rows = self.plan.missing.cpu().numpy()
+            missing = np.unique(np.concatenate([r[:c] for r, c in zip(rows, counts, strict=True)]))
+            part = missing[: manager.warm.inbound.capacity].astype(np.int64)
+            sources = open_pages(manager, Fetch(layer, sequences.blocks[0, part]))
+            index = torch.from_numpy(part).to(self.query.device)
+            try:
+                wait(sources.reads)
+                for read in sources.reads:
+                    read.result()
+                hosts = torch.from_numpy(manager.warm.addresses(sources.frames))
+                addresses[index] = hosts.to(self.query.device)
+                choosing.run()
+                fetching.run()
+                addresses[index] = 0
+                manager.transfer.finish()
+            finally:
+                sources.release()
+
+
+def reader_of(manager: PageManager, query: torch.Tensor) -> Reader:
+    """Return the reader of a model, made at the first call. query: ``[1, heads, 1, dim]``."""
+    state = manager.selective
+    assert state is not None
+    if not isinstance(state.reader, Reader):
+        state.reader = Reader(manager, state, query)
+    return state.reader
+
+
+def attend(
+    query: torch.Tensor,
+    lookup: Lookup,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend to what matters most; see `selective.attend`."""
+    manager, layer = lookup.manager, lookup.layer
+    reader = reader_of(manager, query)
+    reader.begin(lookup.past, lookup.tail_tokens)
+    assert manager.selective is not None
+    waits = lookup.sequences if manager.selective.away else None
+    return reader.attend(query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=waits)

@@ -1,0 +1,89 @@
+"""A model's decode step as a CUDA graph: captured once, replayed for every token.
+
+Nothing in a step needs the host: lengths and slots are read from device memory. Between replays
+the host does what happens once a page: sealing, writing through, new blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tierkv.attention.captured import CapturedLookups
+from tierkv.hf.attach import cache_argument
+from tierkv.hf.cache import TierCache
+
+WARMUPS = 2
+"""Eager runs of a step before it is captured: libraries set themselves up."""
+
+
+class DecodeGraph:
+    """Decode steps of one sequence on one GPU.
+
+    Attributes:
+        replays: steps replayed so far.
+        output: what the model returned when the step was captured; its logits are the last step's.
+
+    Args:
+        hf_model: the wrapped model.
+        tier_cache: what it has read so far; appends must go through `step` from now on, or
+            through the model itself, in any order.
+        max_tokens: length up to which the captured step can be replayed.
+    """
+
+    def __init__(self, hf_model: Any, tier_cache: TierCache, max_tokens: int):
+        self.hf_model, self.tier_cache = hf_model, tier_cache
+        self._call = hf_model.forward  # before anyone wraps it
+        self.replays = 0
+        manager = tier_cache.live_manager()
+        pages = -(-max_tokens // manager.geometry.page_tokens) + 2
+        self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
+        self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
+        self._graph: Any = None
+        self._logits: torch.Tensor | None = None
+        self.output: Any = None
+
+    def obstacle(self) -> str:
+        """Say why the next step cannot be a replay; empty if it can."""
+        if self.tier_cache.tiered_in_part:
+            return "the model has layers with sliding windows or recurrent state"
+        return self.lookups.obstacle()
+
+    @torch.no_grad()
+    def step(self, token: torch.Tensor) -> torch.Tensor:
+        """Append one token and return its logits, ``[1, 1, vocab]``, valid until the next step.
+
+        token: ``[1, 1]`` on the device. The caller has asked `obstacle`.
+
+        Raises:
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
+        """
+        manager, sequences = self.tier_cache.live_manager(), self.tier_cache.sequences
+        manager.begin_token(sequences)
+        self.ids.copy_(token)
+        self.position.fill_(sequences.lengths[0])
+        self.lookups.begin()
+        if self._graph is None:  # the warm-ups write the same token
+            self._graph, self._logits = manager.transfer.capture(self._forward, WARMUPS)
+        self._graph.replay()
+        self.replays += 1
+        manager.end_token(sequences)
+        assert self._logits is not None
+        return self._logits
+
+    def _forward(self) -> torch.Tensor:
+        self.tier_cache.captured = self.lookups
+        try:
+            output = self._call(
+                input_ids=self.ids,
+                position_ids=self.position,
+                use_cache=True,
+                return_dict=True,
+                **{cache_argument(self.hf_model): self.tier_cache},
+            )
+        finally:
+            self.tier_cache.captured = None
+        self.output = output
+        logits: torch.Tensor = output.logits
+        return logits

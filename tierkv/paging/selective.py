@@ -1,0 +1,195 @@
+"""What selective attention keeps on the compute device, and how much memory that is.
+
+For every layer that selects: a summary of each sealed page and, on a GPU, the host address of each
+page and a reuse cache of head-page frames. Sealed pages of such a layer go down at once; its
+frames hold copies, so that leaving one is a drop. Frames of a layer: the tail, the sinks, a ring
+of recent pages (one more than are read, for the page that is being sealed), then the slots of the
+reuse cache, which every KV head fills as it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tierkv.errors import ConfigError
+from tierkv.page import Geometry
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.frames import Frames
+
+if TYPE_CHECKING:
+    from tierkv.paging.sequences import Sequences
+
+NONE = -1
+TAIL_FRAME, FIRST_FRAME = 0, 1
+"""Frames of the tail and of the first sink."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selective:
+    """Sizes of selective attention, in pages, and who ranks them.
+
+    Attributes:
+        dense_layers: first tiered layers, which stay exact.
+        budget_pages: pages that a KV head chooses at most.
+        sink_pages, recent_pages: first and last sealed pages, which are always read.
+        slots: frames of the reuse cache, per layer and KV head; 0 where pages are read from warm
+            memory itself (CPU).
+        max_pages: sealed pages of a context at most.
+        parts: vectors of `k_dim` elements in a page's summary.
+        selector: ranks pages; `tierkv.selection.Selector`.
+        mass_target: share of the estimated attention at which choosing stops, or None.
+    """
+
+    dense_layers: int
+    budget_pages: int
+    sink_pages: int
+    recent_pages: int
+    slots: int
+    max_pages: int
+    parts: int
+    selector: Any
+    mass_target: float | None
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that are always read."""
+        return self.sink_pages + self.recent_pages
+
+    @property
+    def frames(self) -> int:
+        """Frames of a layer beyond its tail."""
+        return self.kept_pages + 1 + self.slots if self.slots else 0
+
+    @property
+    def first_slot(self) -> int:
+        """Frame of the first slot: behind the tail, the sinks and the ring."""
+        return FIRST_FRAME + self.kept_pages + 1
+
+    def kept_frames(self, sealed: int) -> Frames:
+        """Return the frames of sinks and recent pages while a context has `sealed` pages."""
+        recent = np.arange(sealed - self.recent_pages, sealed) % (self.recent_pages + 1)
+        sinks = np.arange(self.sink_pages)
+        return FIRST_FRAME + np.concatenate([sinks, self.sink_pages + recent])
+
+    def selects(self, layer: int) -> bool:
+        """Whether a tiered layer selects."""
+        return layer >= self.dense_layers
+
+    def state_bytes(self, geometry: Geometry) -> int:
+        """Device bytes of one selecting layer."""
+        heads = geometry.kv_heads
+        page = heads * self.parts * geometry.k_dim * geometry.dtype.itemsize
+        if self.slots:
+            page += 8 + 4 * heads  # its address, and which frame holds each head-page
+        frames = (1 + self.frames) * geometry.page_bytes + 8 * heads * self.slots
+        return frames + self.max_pages * page
+
+
+class SelectiveState:
+    """Summaries, addresses and the reuse cache of one context, for all layers that select.
+
+    Attributes (`s` layers that select, on the compute device):
+        summaries: ``[s, kv_heads, max_pages, parts, k_dim]`` by page position.
+        addresses: ``[s, max_pages]`` int64, host address of a page; 0 while in no warm home.
+        where: ``[s, kv_heads, max_pages]`` int32, frame of each page in the reuse cache, or -1.
+        held, stamp: ``[s, kv_heads, slots]`` int32, page in each slot, and the step that last
+            chose it.
+        counters: ``[kv_heads, 3]`` int64, chosen head-pages that were in the reuse cache, that had
+            to be fetched, and that were on disk.
+        away: pages without a warm home, as far as read by address.
+        owner: the sequences whose pages these are.
+        reader: what the attention keeps per layer; opaque here.
+    """
+
+    def __init__(self, spec: Selective, geometry: Geometry, device: torch.device):
+        self.spec, self.device = spec, device
+        layers, heads = max(geometry.layers - spec.dense_layers, 0), geometry.kv_heads
+        pages, mapped = spec.max_pages, spec.max_pages if spec.slots else 0
+        shape = (layers, heads, pages, spec.parts, geometry.k_dim)
+        self.summaries = torch.empty(shape, dtype=geometry.dtype, device=device)
+        self.addresses = torch.zeros((layers, mapped), dtype=torch.int64, device=device)
+        integers: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.where = torch.full((layers, heads, mapped), NONE, **integers)
+        self.held = torch.full((layers, heads, spec.slots), NONE, **integers)
+        self.stamp = torch.zeros_like(self.held)
+        self.counters = torch.zeros((heads, 3), dtype=torch.int64, device=device)
+        self.away = 0
+        self.owner: Sequences | None = None
+        self.reader: object | None = None
+
+    def index(self, layer: int) -> int:
+        """Return a tiered layer's position among those that select."""
+        return layer - self.spec.dense_layers
+
+    def check_room(self, pages: int, page_tokens: int) -> None:
+        """Check that a context of `pages` sealed pages fits.
+
+        Raises:
+            ConfigError: it does not; names `max_context`.
+        """
+        if pages > self.spec.max_pages:
+            raise ConfigError(
+                f"max_context is {self.spec.max_pages * page_tokens} tokens, and the context would "
+                f"grow to {pages * page_tokens}; raise max_context (summaries of so many tokens "
+                f"are kept on the device)"
+            )
+
+    def sealed(
+        self,
+        layer: int,
+        first: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        arena: Arena,
+        addresses: Frames | None,
+    ) -> None:
+        """Take note of sealed pages ``first ..``, before their memory is used again.
+
+        k, v: ``[kv_heads, n, page_tokens, dim]``; addresses: ``[n]`` in host memory, 0 for pages
+        on their way to disk; None where pages are not read by address.
+        """
+        at, stop = self.index(layer), first + k.shape[1]
+        if self.spec.parts:
+            self.summaries[at, :, first:stop] = self.spec.selector.summarize(k).to(
+                self.summaries.dtype
+            )
+        if addresses is None:
+            return
+        self.away += int((addresses == 0).sum())
+        self.addresses[at, first:stop] = torch.from_numpy(addresses).to(self.device)
+        sinks, recent = self.spec.sink_pages, self.spec.recent_pages
+        if first < sinks:
+            count = min(sinks, stop) - first
+            self._keep(arena, FIRST_FRAME + np.arange(first, first + count), k, v, 0)
+        start = max(first, stop - recent - 1)
+        self.keep_recent(start, k[:, start - first :], v[:, start - first :], arena)
+
+    def keep_recent(self, first: int, k: torch.Tensor, v: torch.Tensor, arena: Arena) -> None:
+        """Put pages ``first ..`` into the ring of recent ones."""
+        if k.shape[1]:
+            ring = np.arange(first, first + k.shape[1]) % (self.spec.recent_pages + 1)
+            self._keep(arena, FIRST_FRAME + self.spec.sink_pages + ring, k, v, 0)
+
+    def _keep(
+        self, arena: Arena, frames: Frames, k: torch.Tensor, v: torch.Tensor, start: int
+    ) -> None:
+        for offset, frame in enumerate(frames.tolist()):
+            arena.k_frames[:, frame].copy_(k[:, start + offset])
+            arena.v_frames[:, frame].copy_(v[:, start + offset])
+
+    def truncate(self, pages: int) -> None:
+        """Forget pages from position `pages` on: others may take their positions."""
+        self.addresses[:, pages:] = 0
+        gone = self.held >= pages
+        self.held.masked_fill_(gone, NONE)
+        self.stamp.masked_fill_(gone, 0)
+        self.where[:, :, pages:] = NONE
+
+    def forget(self) -> None:
+        """Forget everything; the next sequences may take over."""
+        self.truncate(0)
+        self.owner, self.away = None, 0

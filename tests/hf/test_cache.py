@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache
 
 import tierkv
+from tests.combinations import each, pairs
 from tests.models import VOCAB, tiny_model
 from tests.paging_helpers import budgets
 from tierkv.attention import exact
@@ -124,8 +125,9 @@ def test_a_handle_left_behind_is_not_taken_for_another_cache(name: str) -> None:
 # -- cropping ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("remove", [1, 7, 15, 16, 17, 40, 95, 99])
+@pytest.mark.parametrize(
+    ("remove", "kind"), each([1, 7, 15, 16, 17, 40, 95, 99], ["minimum", "warm", "minimum", "hot"])
+)
 def test_crop_then_continue_equals_recomputation(remove: int, kind: str, tmp_path: Path) -> None:
     model, ids, other = tiny_model("llama"), tokens(2, 100), tokens(2, 50, seed=2)
     settings = budgets(kind, model, tmp_path, page_tokens=16, rows=4)
@@ -198,9 +200,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-@pytest.mark.parametrize("held", [5, 32, 45])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "kind", "held"), pairs(["llama", "gemma2"], KINDS, [5, 32, 45]))
 def test_batch_operations(name: str, kind: str, held: int, tmp_path: Path) -> None:
     model, ids = tiny_model(name), tokens(3, held)
     settings = budgets(kind, model, tmp_path, page_tokens=16, rows=6)
@@ -277,10 +277,13 @@ def test_two_caches_take_turns(tmp_path: Path) -> None:
 # -- failures in the middle ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["mlp", "self_attn", "self_attn.o_proj"])
-@pytest.mark.parametrize("new", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("new", "where", "error", "kind"),
+    pairs(
+        [1, 3, 50], ["mlp", "self_attn", "self_attn.o_proj"], [RuntimeError, KeyboardInterrupt],
+        KINDS,
+    ),
+)  # fmt: skip
 def test_rollback_after_an_exception(
     new: int, where: str, error: type[BaseException], kind: str, tmp_path: Path
 ) -> None:

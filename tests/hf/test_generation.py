@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList
 
 import tierkv
+from tests.combinations import each
 from tests.models import VOCAB, tiny_model
 from tests.paging_helpers import budgets
 from tierkv.errors import ConfigError, TierKVError
@@ -328,8 +329,9 @@ def test_on_prefill_counts_up_to_the_end(chunk: int) -> None:
     assert stats["seconds"] > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next"])
-@pytest.mark.parametrize("kind", ["hot", "minimum"])
+@pytest.mark.parametrize(
+    ("name", "kind"), each(["llama", "gemma2", "qwen3_next"], ["minimum", "hot"])
+)
 def test_two_calls_on_a_kept_cache_equal_a_long_one(kind: str, name: str, tmp_path: Path) -> None:
     ids = tokens(2, 70)
     settings = budgets(kind, model(name), tmp_path, page_tokens=16, rows=4)

@@ -1,17 +1,20 @@
-"""The real small model on real text: 6K+ tokens, three tiers, 64 greedy tokens, all equal."""
+"""The real small model on real text: 6K+ tokens, three tiers, 64 greedy tokens, all equal.
+
+The tokens are compared with the likeliest ones of one stock forward over prompt and answer. As each
+is compared on what came before it, all are equal exactly if stock greedy decoding gives the same.
+"""
 
 from __future__ import annotations
 
 import importlib.resources
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import tierkv
-from tierkv.hf.attach import cache_argument
 from tierkv.hf.loading import load_model
 
 NEW_TOKENS = 64
@@ -22,10 +25,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_three_tiers_at_6k(tmp_path: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(max(2, torch.get_num_threads()))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # workers would only take each other's core
+        torch.set_num_threads(max(2, torch.get_num_threads()))
     model, tokenizer = load_model("smollm2", dtype="float32", device=device)
     document = importlib.resources.files("tierkv").joinpath("data/lighthouse.txt").read_text()
     ids = tokenizer(document, return_tensors="pt").input_ids[:, :6200].to(device)
@@ -33,8 +38,6 @@ def test_three_tiers_at_6k(tmp_path: Path) -> None:
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
 
-    stock = {cache_argument(model): DynamicCache(config=model.config)}
-    want = model.generate(ids, attention_mask=torch.ones_like(ids), **stock, **settings)
     with tierkv.wrap(
         model,
         gpu_budget="112MiB",
@@ -45,9 +48,12 @@ def test_three_tiers_at_6k(tmp_path: Path) -> None:
     ) as wrapped:
         got = wrapped.generate(ids, **settings)
         stats = wrapped.stats()
-    gap = max((a - b).abs().max().item() for a, b in zip(got.logits, want.logits, strict=True))
+    with torch.inference_mode():
+        want = model(got.sequences[:, :-1], use_cache=False, logits_to_keep=NEW_TOKENS).logits[0]
+    gap = (torch.cat(got.logits) - want).abs().max().item()
     print(f"largest logit difference over {NEW_TOKENS} tokens: {gap:.2e}")
     print(tokenizer.decode(got.sequences[0, -NEW_TOKENS:]))
     print(stats)
-    assert got.sequences.tolist() == want.sequences.tolist()
+    assert got.sequences.shape[1] == ids.shape[1] + NEW_TOKENS
+    assert got.sequences[0, -NEW_TOKENS:].tolist() == want.argmax(-1).tolist()
     assert all(stats["hits"][tier] > 0 for tier in ("hot", "warm", "cold"))

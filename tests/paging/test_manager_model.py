@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.combinations import examples
 from tests.paging.manager_helpers import (
     TOKENS,
     Batch,
@@ -219,7 +220,7 @@ class PageManagerMachine(RuleBasedStateMachine):
 
 
 PageManagerMachine.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=examples(50),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

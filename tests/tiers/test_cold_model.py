@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.combinations import examples
 from tests.tiers.cold_helpers import open_store, page, read, slots
 from tierkv.errors import ColdReadError, DiskBudgetError
 from tierkv.tiers.slots import SlotMap
@@ -72,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=examples(40), stateful_step_count=30, deadline=None, derandomize=True
 )
 test_store_machine = StoreMachine.TestCase
 

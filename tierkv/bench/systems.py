@@ -152,12 +152,18 @@ class Systems:
         }
 
     def _prefill(self, wrapped: api.TieredModel, tokens: int) -> float | None:
-        """Really prefill a context; returns seconds."""
+        """Really prefill a context; returns seconds.
+
+        First a shorter one, two chunks longer than what stays hot: the first use of a kernel
+        compiles it.
+        """
         if tokens > self.options.prefill_tokens:
             return None
         ids, chunk = self._prompt(tokens), self._chunk_tokens()
         warm = wrapped.cache()
-        wrapped.prefill(ids[:, : 2 * chunk], warm)
+        hot = wrapped.manager.hot.frames_per_layer if wrapped.manager else 0
+        warmup = min(hot * self.geometry.page_tokens, tokens // 2) + 2 * chunk
+        wrapped.prefill(ids[:, :warmup], warm)
         warm.close()
         before = wrapped.stats()["prefill"]["seconds"]
         cache = wrapped.cache()

@@ -176,7 +176,9 @@ def kernel(
         module = cupy.RawModule(code=source(stem), options=options(defines))
         function = module.get_function(name)
         if shared_bytes:
-            function.max_dynamic_shared_size_bytes = shared_bytes
+            # CuPy hands out one function for all sizes: allow each of them.
+            most = shared_memory(device)[0] - function.shared_size_bytes
+            function.max_dynamic_shared_size_bytes = most
             function.preferred_shared_memory_carveout = 100  # percent: L1 is of no use here
         registers = -(-function.num_regs // 8) * 8 * threads
         held = shared_bytes + function.shared_size_bytes + BLOCK_RESERVE

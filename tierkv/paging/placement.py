@@ -13,6 +13,9 @@ STAGING_BUFFERS = 2
 """Blocks under way to the compute device: one being read, one being filled."""
 MAX_STAGING_BYTES = 64 << 20
 """Bytes per staging buffer beyond which larger copies gain nothing."""
+EVEN_STAGING_PAGES = 128
+"""Larger staging buffers hold a multiple of this. Attention over a past of few, even sizes is
+faster: prefill of 128K tokens took 12.3 s with 384 pages and 12.9 s with 454 (H200)."""
 MAX_TRANSIT_BYTES = 256 << 20
 """Warm bytes per direction set aside for pages on their way from or to disk."""
 
@@ -113,6 +116,8 @@ def _staging_pages(geometry: Geometry, gpu_budget: int, cuda: bool) -> int:
     staging = max(min(staging, MAX_STAGING_BYTES // page), 1)
     while staging > 1 and staging_total(staging, cuda) > most:
         staging -= 1
+    if staging > EVEN_STAGING_PAGES:
+        staging -= staging % EVEN_STAGING_PAGES
     return staging
 
 

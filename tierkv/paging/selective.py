@@ -160,7 +160,9 @@ class SelectiveState:
         if addresses is None:
             return
         self.away += int((addresses == 0).sum())
-        self.addresses[at, first:stop] = torch.from_numpy(addresses).to(self.device)
+        self.addresses[at, first:stop] = torch.from_numpy(addresses).to(
+            self.device, non_blocking=True
+        )
         sinks, recent = self.spec.sink_pages, self.spec.recent_pages
         if first < sinks:
             count = min(sinks, stop) - first

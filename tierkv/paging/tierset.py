@@ -100,7 +100,12 @@ class TierSet:
             name: {"pages": pages, "bytes": pages * size, "budget_bytes": budget}
             for name, (pages, size, budget) in rows.items()
         }
-        return {"tiers": tiers, **self.stats.as_dict()}
+        report = {"tiers": tiers, **self.stats.as_dict()}
+        if self.selective is not None and self.selective.spec.slots:
+            names = ("reused", "fetched", "awaited")
+            counts = self.selective.counters.sum(dim=0).tolist()
+            report["selective"] = dict(zip(names, counts, strict=True))
+        return report
 
     def close(self) -> None:
         """Wait for all copies and give back memory, threads and the store."""

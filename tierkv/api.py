@@ -17,12 +17,14 @@ from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
+from tierkv.hf.context import META_PREFIX, Context
 from tierkv.hf.generation import only_new_tokens, replayed
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels.build import available
 from tierkv.page import Geometry
 from tierkv.paging.manager import PageManager
+from tierkv.paging.saved import store_of
 from tierkv.paging.selective import Selective
 from tierkv.selection.settings import selective_settings
 from tierkv.tiers.cold import ColdStore
@@ -106,6 +108,34 @@ class TieredModel:
         """Return an empty cache for the model's own `generate` or `forward`."""
         self._check_open()
         return TierCache(self._text_config, self.manager)
+
+    def open(self, name: str) -> Context:
+        """Return the context saved under a name, or an empty one of that name.
+
+        Raises:
+            ConfigError: there is no store, or the context is another model's.
+            ColdReadError: its pages are missing or damaged.
+        """
+        self._check_open()
+        context = Context(self, name)
+        try:
+            context.restore()
+        except BaseException:
+            context.close()
+            raise
+        return context
+
+    def saved(self) -> list[str]:
+        """Return the names of all saved contexts in the store."""
+        self._check_open()
+        if self.manager is None:
+            return []
+        names = store_of(self.manager).meta_names(META_PREFIX)
+        return [name.removeprefix(META_PREFIX) for name in names]
+
+    def cache_argument(self) -> str:
+        """Return what the model calls its cache: ``past_key_values``, or ``cache`` from 5.24."""
+        return cache_argument(self.hf_model)
 
     def prefill(
         self,

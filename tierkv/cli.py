@@ -145,6 +145,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_setting_flags(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
+    generate.add_argument(
+        "--save", metavar="NAME", help="keep prompt and answer in the store under this name"
+    )
+    generate.add_argument(
+        "--resume", metavar="NAME", help="start from a saved context: only what differs is computed"
+    )
     generate.set_defaults(run=_generate)
 
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
@@ -189,7 +195,10 @@ def _generate(args: argparse.Namespace) -> int:
     settings = settings_from(args)
     from tierkv.cli_generate import generate  # torch and transformers, only when needed
 
-    return generate(settings, args.prompt_file, args.prompt, as_json=args.json)
+    return generate(
+        settings, args.prompt_file, args.prompt, as_json=args.json, save=args.save,
+        resume=args.resume,
+    )  # fmt: skip
 
 
 def _bench(args: argparse.Namespace) -> int:

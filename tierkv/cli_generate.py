@@ -21,6 +21,7 @@ from tierkv.cli_report import PrefillBar, loading_note, peak_memory, print_repor
 from tierkv.config import GenerateConfig, Settings
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
+from tierkv.hf.context import Context
 
 
 class StoppedError(Exception):
@@ -35,6 +36,7 @@ class Run:
     """
 
     prompt_tokens: int
+    resumed_tokens: int = 0
     start: float = 0.0
     token_times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -173,9 +175,19 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool) -> torch.Tensor:
 
 
 def generate(
-    settings: Settings, prompt_file: str | None, prompt: str | None, *, as_json: bool
+    settings: Settings,
+    prompt_file: str | None,
+    prompt: str | None,
+    *,
+    as_json: bool,
+    save: str | None = None,
+    resume: str | None = None,
 ) -> int:
     """Run ``tierkv generate`` and return its exit code.
+
+    Args:
+        save: name to keep prompt and answer under.
+        resume: saved context to start from.
 
     Raises:
         TierKVError: a setting, the model, a budget or the store does not allow it.
@@ -194,8 +206,17 @@ def generate(
     input_ids = encode(tokenizer, text, chat=run_config.chat).to(hf_model.device)
     run = Run(prompt_tokens=input_ids.shape[1])
     _warn_if_long(hf_model, run.prompt_tokens + run_config.max_new_tokens)
+    out = None if as_json else sys.stdout
     with api.wrap(hf_model, **asdict(settings.tiers)) as model:
-        _generate(model, tokenizer, input_ids, run_config, run, None if as_json else sys.stdout)
+        run.start = time.perf_counter()
+        context = _context(model, save, resume)
+        if resume is not None:
+            run.resumed_tokens = context.rewind(input_ids)
+        tier_cache = context.cache if context is not None else model.cache()
+        ids = _generate(model, tokenizer, input_ids, tier_cache, run_config, run, out)
+        if save is not None:
+            context.name, context.ids = save, ids
+            context.save()
     memory = peak_memory()
     if as_json:
         print(json.dumps(_as_dict(run, settings, load_seconds, memory)))
@@ -204,15 +225,34 @@ def generate(
     return INTERRUPTED if run.finish == "interrupted" else 0
 
 
+def _context(model: Any, save: str | None, resume: str | None) -> Any:
+    """Return the context to start from, or None if nothing is kept.
+
+    Raises:
+        ConfigError: the store does not hold the context to resume; names those it does.
+    """
+    if resume is None:
+        return None if save is None else Context(model, save)
+    context = model.open(resume)
+    if not context.tokens:
+        known = ", ".join(model.saved()) or "none"
+        raise ConfigError(f"--resume {resume}: no such context in the store; saved: {known}")
+    return context
+
+
 def _generate(
     model: Any,
     tokenizer: Any,
     input_ids: torch.Tensor,
+    tier_cache: Any,
     config: GenerateConfig,
     run: Run,
     out: TextIO | None,
-) -> None:
-    """Generate into `run`, writing text to `out`. Ctrl-C ends it early but in order."""
+) -> torch.Tensor:
+    """Generate into `run`, writing text to `out`. Ctrl-C ends it early but in order.
+
+    Returns all tokens, ``[1, n]``; the cache holds all of them, or all but the last.
+    """
     flag, stream = StopFlag(), TokenStream(tokenizer, run, out)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
     if config.temperature > 0:
@@ -226,9 +266,8 @@ def _generate(
         bar.update(done, total, run.stats)
         flag.check()
 
-    output = None  # keeps the pages alive until the last statistics are taken
+    ids = input_ids
     with bar, flag.armed():
-        run.start = time.perf_counter()
         try:
             output = model.generate(
                 input_ids,
@@ -239,9 +278,10 @@ def _generate(
                 max_new_tokens=config.max_new_tokens,
                 top_k=0 if config.temperature > 0 else None,
                 pad_token_id=pad,
-                return_dict_in_generate=True,
+                **{model.cache_argument(): tier_cache},
                 **sampling,
             )
+            ids = output
         except StoppedError:
             stream.end()
         else:
@@ -253,7 +293,7 @@ def _generate(
     if out is not None and run.text and not run.text.endswith("\n"):
         out.write("\n")
         out.flush()
-    del output
+    return ids[:, : max(tier_cache.get_seq_length(), 1) + 1]
 
 
 def _warn_if_long(hf_model: Any, tokens: int) -> None:
@@ -274,6 +314,7 @@ def _as_dict(
         "token_ids": run.token_ids,
         "finish": run.finish,
         "prompt_tokens": run.prompt_tokens,
+        "resumed_tokens": run.resumed_tokens,
         "new_tokens": len(run.token_ids),
         "timings": {
             "load_seconds": load_seconds,

@@ -98,6 +98,7 @@ def _summary(run: Any, memory: dict[str, int | None]) -> list[tuple[str, str]]:
     stats = run.stats
     rows = [
         ("prompt tokens", f"{run.prompt_tokens:,}"),
+        *([("of them resumed", f"{run.resumed_tokens:,}")] if run.resumed_tokens else []),
         ("new tokens", f"{len(run.token_ids):,} ({run.finish})"),
         ("time to first token", _number(run.ttft_seconds, "s")),
         ("prefill", _number(run.prefill_tokens_per_second, "tokens/s", 0)),

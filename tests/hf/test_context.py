@@ -1,0 +1,177 @@
+"""Contexts that outlive the process: saved, resumed, cut, edited, and refused when they differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.hf.test_exact_tokens import model, prompt
+from tests.models import tiny_model
+from tests.paging_helpers import budgets
+from tierkv import cli
+from tierkv.errors import ColdReadError, ConfigError, DiskBudgetError, UnsupportedModelError
+from tierkv.hf.fingerprint import fingerprint
+from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
+
+NEW = {"max_new_tokens": 20, "do_sample": False}
+
+
+def wrap(name: str, store: Path, kind: str = "cold", **more: Any) -> Any:
+    settings = budgets(kind, model(name), store, page_tokens=16, rows=1)
+    return tierkv.wrap(model(name), prefill_chunk=50, **settings | more)
+
+
+@pytest.mark.parametrize("kind", ["cold", "minimum"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+def test_resume_computes_nothing_again(name: str, kind: str, tmp_path: Path) -> None:
+    """Tokens after a restart equal those of the run that was never interrupted."""
+    ids, _ = prompt("single")
+    with wrap(name, tmp_path, kind) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        first = context.generate(**NEW)
+        context.save()
+        want = context.generate(**NEW)
+    with wrap(name, tmp_path, kind) as wrapped:
+        assert wrapped.saved() == ["book"]
+        with wrapped.open("book") as context:
+            assert context.restored_tokens == context.tokens == ids.shape[1] + 19
+            assert context.ids[0, -20:].tolist() == first[0].tolist()
+            got = context.generate(**NEW)
+        assert wrapped.stats()["prefill"]["tokens"] == 0
+    assert got.tolist() == want.tolist()
+
+
+def test_shared_pages_are_written_once(tmp_path: Path) -> None:
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped:
+        with wrapped.open("one") as context:
+            context.append(ids)
+            assert context.save() == 3 * 10  # layers x pages, the tail's among them
+            assert context.save() == 0
+        with wrapped.open("two") as context:
+            context.append(ids[:, :100])
+            context.append(ids[:, :60])
+            assert context.save() == 3 * (10 - 6)
+
+
+def test_edit_and_rewind_keep_the_common_prefix(tmp_path: Path) -> None:
+    ids, _ = prompt("single")
+    changed = torch.cat([ids[:, :77], ids[:, 5:60]], dim=1)
+    with wrap("llama", tmp_path) as wrapped:
+        with wrapped.open("plain") as context:
+            context.append(changed)
+            want = context.generate(**NEW)
+        with wrapped.open("edited") as context:
+            context.append(ids)
+            assert context.edit(77, ids[:, 5:60]) == changed.shape[1] - 77
+            assert context.generate(**NEW).tolist() == want.tolist()
+            assert context.rewind(changed[:, :90]) == 89
+            with pytest.raises(ConfigError, match="from_token must be 0 to 90"):
+                context.edit(91, ids)
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("mine") as context:
+        context.append(ids)
+        context.save()
+    with wrap("qwen3", tmp_path) as wrapped, pytest.raises(ConfigError, match="another model"):
+        wrapped.open("mine")
+    with wrap("llama", tmp_path) as wrapped:
+        cold = wrapped.manager.cold
+        cold.drop([next(iter(cold.keys(KEPT_PREFIX)))])
+        with pytest.raises(ColdReadError, match=r"1 pages of context 'mine' are not in the store"):
+            wrapped.open("mine")
+        assert wrapped.cache().get_seq_length() == 0
+        with pytest.raises(ConfigError, match="name must be"):
+            wrapped.open("a\nb")
+    with tierkv.wrap(model("llama")) as wrapped, pytest.raises(ConfigError, match="need a store"):
+        wrapped.open("mine")
+    with wrap("gemma3", tmp_path) as wrapped, pytest.raises(UnsupportedModelError, match="window"):
+        wrapped.open("mine")
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("x") as context:
+        context.append(ids)
+        cold, put, calls = wrapped.manager.cold, wrapped.manager.cold.put, []
+
+        def failing(keys: Any, payloads: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise DiskBudgetError("full")
+            put(keys, payloads)
+
+        monkeypatch.setattr(cold, "put", failing)
+        with pytest.raises(DiskBudgetError):
+            context.save()
+        assert not list(cold.keys(KEPT_PREFIX))
+        assert wrapped.saved() == []
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    """Under different hash seeds, and typed so that no two inputs look alike."""
+    code = (
+        "import numpy, torch; from tierkv.page import Geometry; from tierkv.paging.keys import *;"
+        "g = Geometry(2, 2, 8, 8, torch.float16);"
+        "print(block_keys(root_key(b'f', g, 's'), numpy.arange(70), 32)[-1].hex())"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PATH": ""},
+            capture_output=True, text=True, check=True, cwd=Path(tierkv.__file__).parents[1],
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(seen) == 1
+    geometry = wrapped_geometry()
+    assert root_key(b"ab", geometry, "c") != root_key(b"a", geometry, "bc")
+    ids = torch.arange(70).numpy()
+    longer = block_keys(b"r", ids, 32)
+    assert block_keys(b"r", ids[:64], 32) == longer[:2]
+    assert block_keys(b"r", ids[:65], 32)[2] != longer[2]
+
+
+def wrapped_geometry() -> Any:
+    with tierkv.wrap(model("llama")) as wrapped:
+        return wrapped.manager.geometry
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    first, second = tiny_model("llama"), tiny_model("llama")
+    assert fingerprint(first) == fingerprint(second)
+    with torch.no_grad():
+        second.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+    assert fingerprint(first) != fingerprint(second)
+
+
+def test_command_line(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 6
+    common = ["generate", "--model", str(tiny_model_dir), "--store", str(tmp_path / "s"),
+              "--page-tokens", "16", "--max-new-tokens", "5", "--json"]  # fmt: skip
+
+    def run(*more: str) -> Any:
+        assert cli.main([*common, *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain = run("--prompt", text + "One?")
+    saved = run("--prompt", text + "Two?", "--save", "fox")
+    resumed = run("--prompt", text + "One?", "--resume", "fox", "--save", "fox")
+    assert plain["resumed_tokens"] == saved["resumed_tokens"] == 0
+    assert resumed["resumed_tokens"] >= 270
+    assert resumed["stats"]["prefill"]["tokens"] < 20 < plain["stats"]["prefill"]["tokens"]
+    assert resumed["token_ids"] == plain["token_ids"]
+    assert cli.main([*common, "--prompt", text, "--resume", "cat"]) == 2
+    assert "no such context in the store; saved: fox" in capsys.readouterr().err

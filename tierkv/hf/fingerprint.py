@@ -1,0 +1,34 @@
+"""What tells one model's pages from another's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+SAMPLES = 1024
+"""Elements read of each weight: a fine-tuned or merged model differs in almost all of them."""
+VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
+"""Configuration that says where a model came from, not what it computes."""
+
+
+@torch.no_grad()
+def fingerprint(hf_model: Any) -> bytes:
+    """Return 32 bytes that name a model's configuration (rotary settings, dtype) and weights.
+
+    Every weight's name, shape, dtype and `SAMPLES` of its elements, evenly spaced, are hashed;
+    adapters count as weights. The same in every process.
+    """
+    config = hf_model.config.to_dict()
+    for name in VOLATILE:
+        config.pop(name, None)
+    text = json.dumps(config, sort_keys=True, default=str)
+    digest = hashlib.sha256(f"{type(hf_model).__name__} {hf_model.dtype} {text}".encode())
+    for name, weight in sorted(hf_model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().reshape(-1)
+        picked = flat[:: max(1, len(flat) // SAMPLES)][: 2 * SAMPLES]
+        digest.update(picked.to(torch.float32).cpu().numpy().tobytes())
+    return digest.digest()

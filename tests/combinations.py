@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SOAK = os.environ.get("TIERKV_SOAK") == "1"
-"""Run every combination, every fault, and ten times the random examples."""
+"""Run every combination, and ten times the random examples."""
 
 
 def each(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

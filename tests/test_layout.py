@@ -33,8 +33,8 @@ DOORS = {
     "cupy": "tierkv/kernels/",
     "transformers": "tierkv/hf/",
     "yaml": "tierkv/config.py",
-    "rich": ("tierkv/cli_report.py", "tierkv/cli_bench.py"),
-    "matplotlib": "tierkv/bench/plots.py",
+    "rich": ("tierkv/cli_report.py", "tierkv/cli_bench.py", "tierkv/cli_eval.py"),
+    "matplotlib": ("tierkv/bench/plots.py", "tierkv/bench/quality_plot.py"),
     "xxhash": "tierkv/tiers/",
     "fcntl": ("tierkv/tiers/", "tierkv/hf/loading.py"),
 }

@@ -17,12 +17,13 @@ from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
-from tierkv.hf.context import META_PREFIX, Context
+from tierkv.hf.context import Context
 from tierkv.hf.generation import only_new_tokens, replayed
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels.build import available
 from tierkv.page import Geometry
+from tierkv.paging import manifest
 from tierkv.paging.manager import PageManager
 from tierkv.paging.saved import store_of
 from tierkv.paging.selective import Selective
@@ -130,8 +131,18 @@ class TieredModel:
         self._check_open()
         if self.manager is None:
             return []
-        names = store_of(self.manager).meta_names(META_PREFIX)
-        return [name.removeprefix(META_PREFIX) for name in names]
+        return manifest.names(store_of(self.manager))
+
+    def forget(self, name: str) -> int:
+        """Delete a saved context and the pages that no other one shares; return how many pages.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        self._check_open()
+        if self.manager is None:
+            raise ConfigError(f"no context {name!r}: this model has no pages")
+        return manifest.forget(store_of(self.manager), name)
 
     def cache_argument(self) -> str:
         """Return what the model calls its cache: ``past_key_values``, or ``cache`` from 5.24."""

@@ -116,6 +116,34 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--commit", metavar="HASH", help="what to record where there is no git checkout")
 
 
+def add_eval_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``tierkv eval``; `tierkv.cli_eval` reads them."""
+    add = parser.add_argument
+    add("--model", default=os.environ.get("TIERKV_MODEL") or "smollm2", metavar="DIR",
+        help=f"{_HELP['model'][1]} (default: smollm2)")  # fmt: skip
+    add("--text", metavar="FILE", help="text to read (default: the bundled one)")
+    add("--tokens", metavar="N", help="context (default: 4K, or what text and model allow)")
+    add("--continuation", type=int, default=128, metavar="M",
+        help="true tokens fed after the context; 0 for none (default: 128)")  # fmt: skip
+    add("--needles", type=int, default=20, metavar="S",
+        help="contexts with a needle to find; 0 for none (default: 20)")  # fmt: skip
+    add("--selectors", default="cuboid", metavar="NAMES",
+        help=f"among {','.join(SELECTORS)} (default: cuboid)")  # fmt: skip
+    add("--budgets", default="256,512,1024", metavar="N,N",
+        help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
+    for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",
+                 "sink_tokens", "recent_tokens", "dense_layers"):  # fmt: skip
+        metavar, text = _HELP[name]
+        kind = int if metavar == "N" else str
+        add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    add("--device", default="auto", metavar="NAME", help=_HELP["device"][1])
+    add("--dtype", default="auto", choices=DTYPES,
+        help="auto is as the model says on a GPU and float32 without")  # fmt: skip
+    add("--json", metavar="FILE", help="write the report there, after every row")
+    add("--plot", metavar="FILE", help="draw quality against budget there (needs matplotlib)")
+    add("--commit", metavar="HASH", help="what to record where there is no git checkout")
+
+
 def settings_from(args: argparse.Namespace) -> Settings:
     """Return the effective settings of parsed flags, their ``--config`` file and the environment.
 
@@ -158,9 +186,27 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(run=_doctor)
 
+    store = commands.add_parser("store", help="list, check and delete what a store keeps")
+    kept = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, text in (
+        ("ls", "list saved contexts"), ("verify", "read every page and report bad ones"),
+        ("rm", "delete a saved context and the pages that only it uses"),
+    ):  # fmt: skip
+        one = kept.add_parser(action, help=text)
+        if action == "rm":
+            one.add_argument("name", metavar="NAME")
+        else:
+            one.add_argument("--json", action="store_true", help="print one JSON object instead")
+        one.add_argument("--store", metavar="DIR", help="directory of the cold tier")
+        one.set_defaults(run=_store)
+
     bench = commands.add_parser("bench", help="measure decode and prefill with KV off the GPU")
     add_bench_flags(bench)
     bench.set_defaults(run=_bench)
+
+    quality = commands.add_parser("eval", help="compare selective attention with exact")
+    add_eval_flags(quality)
+    quality.set_defaults(run=_eval)
 
     config = commands.add_parser("config", help="show the effective settings")
     actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -205,6 +251,18 @@ def _bench(args: argparse.Namespace) -> int:
     from tierkv.cli_bench import bench  # torch and transformers, only when needed
 
     return bench(args)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from tierkv.cli_eval import evaluate  # torch and transformers, only when needed
+
+    return evaluate(args)
+
+
+def _store(args: argparse.Namespace) -> int:
+    from tierkv.cli_store import store  # torch, only when needed
+
+    return store(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

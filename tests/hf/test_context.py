@@ -59,6 +59,11 @@ def test_shared_pages_are_written_once(tmp_path: Path) -> None:
             context.append(ids[:, :100])
             context.append(ids[:, :60])
             assert context.save() == 3 * (10 - 6)
+        assert wrapped.forget("one") == 3 * 4  # the others are shared
+        with wrapped.open("two") as context:
+            assert context.tokens == 160
+        assert wrapped.forget("two") == 3 * 10
+        assert not list(wrapped.manager.cold.keys(KEPT_PREFIX))
 
 
 def test_edit_and_rewind_keep_the_common_prefix(tmp_path: Path) -> None:
@@ -175,3 +180,15 @@ def test_command_line(
     assert resumed["token_ids"] == plain["token_ids"]
     assert cli.main([*common, "--prompt", text, "--resume", "cat"]) == 2
     assert "no such context in the store; saved: fox" in capsys.readouterr().err
+    place = ["--store", str(tmp_path / "s")]
+    assert cli.main(["store", "ls", *place, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["contexts"]
+    assert row["name"] == "fox" and row["tokens"] == resumed["prompt_tokens"] + 5
+    assert cli.main(["store", "verify", *place]) == 0
+    assert " 0 are bad" in capsys.readouterr().out
+    assert cli.main(["store", "rm", "cat", *place]) == 2
+    assert "saved: fox" in capsys.readouterr().err
+    assert cli.main(["store", "rm", "fox", *place]) == 0
+    assert cli.main(["store", "ls", *place]) == 0
+    assert "0 contexts, 0 pages" in capsys.readouterr().out
+    assert cli.main(["store", "ls", "--store", str(tmp_path / "none")]) == 2

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import struct
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-import zstandard
 
 from tierkv.errors import ColdReadError, ConfigError, UnsupportedModelError
 from tierkv.hf.fingerprint import fingerprint
-from tierkv.paging import saved
-from tierkv.paging.keys import block_keys, root_key
+from tierkv.paging import manifest, saved
+from tierkv.paging.keys import root_key
+from tierkv.paging.manifest import Manifest
 
-META_PREFIX = "context/"
-VERSION = 1
 MAX_NAME = 200
 
 
@@ -65,23 +61,23 @@ class Context:
                 the store is untouched.
             ConfigError: it was saved by another model or with other pages.
         """
-        value = self._store.meta_get(META_PREFIX + self.name)
-        if value is None:
+        found = manifest.read(self._store, self.name)
+        if found is None:
             return False
-        header, ids = unpack(value)
-        if header["root"] != self._root.hex():
+        kept, ids = found
+        if kept.root != self._root.hex():
             raise ConfigError(
                 f"context {self.name!r} was saved by another model, dtype or page size "
-                f"({header['model']}, {header['page_tokens']} tokens a page)"
+                f"({kept.model}, {kept.page_tokens} tokens a page)"
             )
-        keys = block_keys(self._root, ids[: header["held"]], self._manager.geometry.page_tokens)
+        keys = kept.block_keys(ids)
         gone = saved.missing(self._manager, keys)
         if gone:
             raise ColdReadError(f"{gone} pages of context {self.name!r} are not in the store")
         self.cache.reset()
-        saved.restore(self._manager, self.cache.sequences, keys, header["held"])
+        saved.restore(self._manager, self.cache.sequences, keys, kept.held)
         self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
-        self.restored_tokens = header["held"]
+        self.restored_tokens = kept.held
         return True
 
     def save(self) -> int:
@@ -90,16 +86,16 @@ class Context:
         Raises:
             DiskBudgetError, ColdWriteError: nothing changed in the store.
         """
-        held = self.tokens
-        ids = self.ids[0].cpu().numpy()
-        keys = block_keys(self._root, ids[:held], self._manager.geometry.page_tokens)
-        written = saved.save(self._manager, self.cache.sequences, keys) if held else 0
-        header = {
-            "version": VERSION, "root": self._root.hex(), "held": held,
-            "model": type(self.model.hf_model).__name__,
-            "page_tokens": self._manager.geometry.page_tokens,
-        }  # fmt: skip
-        self._store.meta_put(META_PREFIX + self.name, pack(header, ids))
+        geometry, ids = self._manager.geometry, self.ids[0].cpu().numpy()
+        kept = Manifest(
+            root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
+            page_tokens=geometry.page_tokens, layers=geometry.layers,
+            frame_bytes=geometry.frame_bytes, created=time.time(),
+        )  # fmt: skip
+        written = 0
+        if kept.held:
+            written = saved.save(self._manager, self.cache.sequences, kept.block_keys(ids))
+        manifest.write(self._store, self.name, kept, ids)
         return written
 
     def append(
@@ -167,24 +163,3 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def pack(header: dict[str, Any], ids: Any) -> bytes:
-    """Return a manifest: length and JSON of the header, then compressed int64 token ids."""
-    text = json.dumps(header, sort_keys=True).encode()
-    packed = zstandard.ZstdCompressor().compress(ids.astype("<i8").tobytes())
-    return struct.pack(">I", len(text)) + text + packed
-
-
-def unpack(value: bytes) -> tuple[dict[str, Any], Any]:
-    """Return header and token ids of a manifest.
-
-    Raises:
-        ConfigError: another version wrote it.
-    """
-    (size,) = struct.unpack_from(">I", value)
-    header = json.loads(value[4 : 4 + size])
-    if header.get("version") != VERSION:
-        raise ConfigError(f"a saved context of version {header.get('version')} cannot be read")
-    ids = np.frombuffer(zstandard.ZstdDecompressor().decompress(value[4 + size :]), dtype="<i8")
-    return header, ids

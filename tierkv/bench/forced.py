@@ -1,0 +1,157 @@
+"""Teacher forcing: the same true tokens under exact and under selective attention.
+
+A context is prefilled exactly, once; its keys and values are then given to a fresh cache for every
+setting. Only the decode steps differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tierkv import api
+from tierkv.bench import memory, workload
+from tierkv.bench.workload import Progress
+from tierkv.hf.cache import TierCache
+from tierkv.paging.lookup import Lookup
+from tierkv.paging.manager import PageManager
+
+KEPT_SHARE = 0.25
+"""Of free host memory that keys and values of a context may take between settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How decode steps attend: exactly without a selector, else with it and a token budget."""
+
+    selector: str | None = None
+    token_budget: int = 0
+
+    @property
+    def label(self) -> str:
+        """What to call it in a line of text."""
+        return "exact" if self.selector is None else f"{self.selector} {self.token_budget}"
+
+    def arguments(self, tokens: int) -> dict[str, Any]:
+        """Return settings of `tierkv.wrap` for contexts of up to `tokens`."""
+        if self.selector is None:
+            return {"attention": "exact"}
+        return {
+            "attention": "selective",
+            "selector": self.selector,
+            "token_budget": self.token_budget,
+            "max_context": tokens,
+        }
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns that name it."""
+        budget = None if self.selector is None else self.token_budget
+        return {"attention": "selective" if self.selector else "exact",
+                "selector": self.selector, "token_budget": budget}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What teacher forcing gave under one setting.
+
+    Attributes:
+        logits: ``[steps, vocab]`` float32 in host memory; row i predicts token ``start + i + 1``.
+        tokens_read: mean tokens that a KV head reads per step, in layers that select (in all
+            tiered layers where attention is exact).
+        kv_share: of the KV in all tiered layers, dense ones included, the share read per step.
+        seconds: of the decode steps.
+    """
+
+    setting: Setting
+    logits: torch.Tensor
+    tokens_read: float
+    kv_share: float
+    seconds: float
+
+
+class _Recording(TierCache):
+    """A tier cache that keeps in host memory what is appended while `kept` is a list."""
+
+    kept: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+
+    def append(self, tier_layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
+        """Append to one tiered layer ``[1, kv_heads, tokens, dim]``."""
+        if self.kept is not None:
+            kept_k, kept_v = (torch.empty_like(x, device="cpu").copy_(x) for x in (k, v))
+            self.kept.append((tier_layer, kept_k, kept_v))
+        return super().append(tier_layer, k, v)
+
+
+@torch.no_grad()
+def forced(
+    model: Any,
+    ids: torch.Tensor,
+    start: int,
+    settings: Sequence[Setting],
+    tiers: dict[str, Any],
+    say: Progress,
+) -> Iterator[Forced]:
+    """Prefill ``ids[:, :start]``, then feed the rest but the last token one by one, per setting.
+
+    The prefill is repeated for each setting only where the model has layers with state of their
+    own (windows, recurrence), or where keys and values would fill host memory.
+
+    Args:
+        ids: ``[1, tokens]`` on the model's device.
+        tiers: further settings of `tierkv.wrap`.
+    """
+    kept: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    total, feeds = ids.shape[1], range(start, ids.shape[1] - 1)
+    for setting in settings:
+        with api.wrap(model, **{**tiers, **setting.arguments(total)}) as wrapped:
+            text = model.config.get_text_config(decoder=True)
+            cache = _Recording(text, wrapped.manager)
+            if kept is None:
+                cache.kept = [] if _may_keep(cache, start) else None
+                wrapped.prefill(ids[:, :start], cache, on_progress=partial(say, "prefill"))
+                kept, cache.kept = cache.kept, None
+            else:
+                for layer, k, v in kept:
+                    workload.append(cache, layer, k.to(ids.device), v.to(ids.device))
+            before, logits = time.perf_counter(), []
+            for count, at in enumerate(feeds):
+                say(setting.label, count, len(feeds))
+                logits.append(workload.step(model, cache, ids[:, at : at + 1])[0, -1].float().cpu())
+            seconds = time.perf_counter() - before
+            tokens, share = reads(wrapped.manager, feeds)
+            cache.close()
+        yield Forced(setting, torch.stack(logits), tokens, share, seconds)
+
+
+def _may_keep(cache: TierCache, tokens: int) -> bool:
+    if cache.manager is None or cache.tiered_in_part:
+        return False
+    size = cache.manager.geometry.token_bytes * tokens
+    return size < KEPT_SHARE * memory.available_host_bytes()
+
+
+def reads(manager: PageManager | None, lengths: Sequence[int]) -> tuple[float, float]:
+    """Return mean tokens read per KV head, and the share of all KV, of decode steps.
+
+    They follow from the sizes, as every head fills its budget (`mass` is not set).
+
+    lengths: tokens that the cache held before each step. See `Forced` for what is averaged.
+    """
+    if manager is None or not lengths:
+        return 0.0, 1.0
+    state, layers, page = manager.selective, manager.geometry.layers, manager.geometry.page_tokens
+    whole = sum(lengths) + len(lengths)
+    if state is None or not any(map(state.spec.selects, range(layers))):
+        return whole / len(lengths), 1.0
+    spec, read = state.spec, 0
+    for length in lengths:
+        pages = min(length // page, spec.kept_pages + spec.budget_pages)
+        read += pages * page + length % page + 1
+    selecting = sum(map(spec.selects, range(layers)))
+    share = (selecting * read + (layers - selecting) * whole) / (layers * whole)
+    return read / len(lengths), share

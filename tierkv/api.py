@@ -21,6 +21,7 @@ from tierkv.hf.context import Context
 from tierkv.hf.generation import only_new_tokens, replayed
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels import decode
 from tierkv.kernels.build import available
 from tierkv.page import Geometry
 from tierkv.paging import manifest
@@ -51,8 +52,8 @@ class TieredModel:
         self._last_report: dict[str, Any] | None = None
         self._closed = False
         text = hf_model.config.get_text_config(decoder=True)
-        latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
-        geometry = model_geometry(text, hf_model.dtype, config.page_tokens, latents=latents)
+        self._latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
+        geometry = model_geometry(text, hf_model.dtype, config.page_tokens, latents=self._latents)
         device = compute_device(hf_model)
         former = attach(hf_model)
         try:
@@ -97,7 +98,7 @@ class TieredModel:
         """Return what selective attention needs, or None if it is not asked for."""
         if self.config.attention == "exact":
             return None
-        if any(hasattr(module, "expand_kv") for module in self.hf_model.modules()):
+        if self._latents:
             raise UnsupportedModelError(
                 f"{type(self.hf_model).__name__} stores latents, not keys: attention='selective' "
                 f"cannot rank its pages; use attention='exact'"
@@ -225,8 +226,18 @@ class TieredModel:
         kwargs: dict[str, Any],
     ) -> DecodeGraph | None:
         """Return the decode step of a cache as a CUDA graph, if generation can use one."""
-        wanted = self.config.cuda_graph and self.manager is not None
-        if not wanted or input_ids.device.type != "cuda" or not available():
+        wanted = self.config.cuda_graph
+        if wanted is None:
+            wanted = self.config.attention == "selective"
+        if not wanted or self.manager is None or input_ids.device.type != "cuda":
+            return None
+        if (
+            not available()
+            or self._latents
+            or not decode.supports(
+                self.manager.geometry, self._text_config.num_attention_heads, self.manager.device
+            )
+        ):
             return None
         copies = max(
             self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")

@@ -48,7 +48,7 @@ _HELP = {
     "recent_tokens": ("N", "last tokens, always read"),
     "dense_layers": ("N", "first layers, which stay exact"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
-    "cuda_graph": ("", "replay decode steps as a CUDA graph where possible"),
+    "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
     "max_new_tokens": ("N", "tokens to generate at most"),
@@ -73,7 +73,7 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
             "default": argparse.SUPPRESS,
             "help": f"{text} (default: {default})",
         }
-        if isinstance(field.default, bool):
+        if isinstance(field.default, bool) or field.name == "cuda_graph":
             options["action"] = argparse.BooleanOptionalAction
         elif field.name in _CHOICES:
             options["choices"] = _CHOICES[field.name]

@@ -73,7 +73,8 @@ class Config:
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
-            sequence, and every page that is read is hot or selected.
+            sequence, and every page that is read is hot or selected. None: with selective
+            attention only.
 
     Sizes may be given as text such as ``"2GiB"``; they are kept as a number of bytes.
 
@@ -98,7 +99,7 @@ class Config:
     dense_layers: int = 2
     reuse: float = 2.0
     max_context: int = 0
-    cuda_graph: bool = True
+    cuda_graph: bool | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -122,7 +123,7 @@ class Config:
         for name in ("sink_tokens", "recent_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
-        if not isinstance(self.cuda_graph, bool):
+        if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
         _check_number("reuse", self.reuse)
         if self.reuse < 1:

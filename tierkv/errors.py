@@ -26,6 +26,10 @@ class KernelsUnavailableError(TierKVError):
     """The CUDA kernels cannot run here; the message says why."""
 
 
+class CaptureError(TierKVError):
+    """A decode step cannot be captured as a CUDA graph; nothing was appended."""
+
+
 class ClosedError(TierKVError):
     """The object was used after `close()`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,37 @@ def test_captured_steps_equal_eager_ones(
         wrapped.prefill(torch.cat([ids, ids], 1), tier_cache)  # eager appends go on from there
         assert graph.replays == NEW
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_generate_replays_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that cannot be captured runs as always, with a warning, and gives the same tokens."""
+
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    def fail(self: Any, work: Any, warmups: int) -> Any:
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 300))
+    given = settings("hot", "llama", tmp_path)
+    results = []
+    for capture in (None, rerun, fail):
+        with tierkv.wrap(model("llama"), **given) as wrapped:
+            tier_cache = wrapped.cache()
+            graph = None if capture is None else DecodeGraph(model("llama"), tier_cache, 400)
+            if capture is not None:
+                monkeypatch.setattr(Transfer, "capture", capture)
+            monkeypatch.setattr(wrapped, "_graph", lambda *args, graph=graph: graph)
+            argument = {cache_argument(model("llama")): tier_cache}
+            warns = pytest.warns(UserWarning, match="not permitted when stream is capturing")
+            with warns if capture is fail else nullcontext():
+                out = wrapped.generate(ids, max_new_tokens=5, do_sample=False, **argument)
+            results.append(out.tolist())
+            if capture is rerun:
+                assert graph is not None and graph.replays == 5
+            assert model("llama").forward.__func__ is type(model("llama")).forward
+    assert results[0] == results[1] == results[2]

@@ -79,7 +79,7 @@ def test_captured_eager_and_torch_agree(selector: str, dense_layers: int, tmp_pa
 def test_generate_replays(tmp_path: Path) -> None:
     """Exact attention with everything hot is replayed as well, and gives the same tokens."""
     ids, mask = (tensor.cuda() for tensor in prompt("single"))
-    with tierkv.wrap(wide("llama"), page_tokens=16) as wrapped:
+    with tierkv.wrap(wide("llama"), page_tokens=16, cuda_graph=True) as wrapped:
         tier_cache = wrapped.cache()
         result = wrapped.generate(
             ids, attention_mask=mask, **{cache_argument(wide("llama")): tier_cache},

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
 from tierkv.hf.graph import DecodeGraph
@@ -60,13 +61,16 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
         if args or ids is None or ids.shape != (1, 1) or kwargs.get(name) is not graph.tier_cache:
             return forward(*args, **kwargs)
         obstacle = graph.obstacle()
-        if obstacle:
-            if not told:
-                warnings.warn(f"decoding without a CUDA graph: {obstacle}", stacklevel=2)
-            told.add(obstacle)
-            return forward(**kwargs)
-        logits = graph.step(ids)
-        return type(graph.output)(**{**graph.output, "logits": logits.clone()})
+        if not obstacle:
+            try:
+                logits = graph.step(ids)
+                return type(graph.output)(**{**graph.output, "logits": logits.clone()})
+            except CaptureError as error:
+                obstacle = str(error)
+        if not told:
+            warnings.warn(f"decoding without a CUDA graph: {obstacle}", stacklevel=2)
+        told.add(obstacle)
+        return forward(**kwargs)
 
     hf_model.forward = call
     try:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tierkv.attention.captured import CapturedLookups
+from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
 
@@ -41,6 +42,7 @@ class DecodeGraph:
         self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
         self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
         self._graph: Any = None
+        self._failed = ""
         self._logits: torch.Tensor | None = None
         self.output: Any = None
 
@@ -48,7 +50,7 @@ class DecodeGraph:
         """Say why the next step cannot be a replay; empty if it can."""
         if self.tier_cache.tiered_in_part:
             return "the model has layers with sliding windows or recurrent state"
-        return self.lookups.obstacle()
+        return self._failed or self.lookups.obstacle()
 
     @torch.no_grad()
     def step(self, token: torch.Tensor) -> torch.Tensor:
@@ -58,6 +60,8 @@ class DecodeGraph:
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
+            CaptureError: the model does something in a step that needs the host; nothing was
+                appended, and `obstacle` says so from now on.
         """
         manager, sequences = self.tier_cache.live_manager(), self.tier_cache.sequences
         manager.begin_token(sequences)
@@ -65,7 +69,12 @@ class DecodeGraph:
         self.position.fill_(sequences.lengths[0])
         self.lookups.begin()
         if self._graph is None:  # the warm-ups write the same token
-            self._graph, self._logits = manager.transfer.capture(self._forward, WARMUPS)
+            try:
+                self._graph, self._logits = manager.transfer.capture(self._forward, WARMUPS)
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+                self._failed = f"the model's step cannot be captured ({reason})"
+                raise CaptureError(self._failed) from error
         self._graph.replay()
         self.replays += 1
         manager.end_token(sequences)

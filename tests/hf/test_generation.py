@@ -39,9 +39,10 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 def both(ids: torch.Tensor, **options: Any) -> tuple[Any, Any]:
     """Run stock generate and tierkv's with the same seed."""
+    hf_model = model()  # before seeding: its weights are random
     torch.manual_seed(3)
-    want = model().generate(ids, **options)
-    with tierkv.wrap(model(), **SETTINGS) as wrapped:
+    want = hf_model.generate(ids, **options)
+    with tierkv.wrap(hf_model, **SETTINGS) as wrapped:
         torch.manual_seed(3)
         return wrapped.generate(ids, **options), want
 

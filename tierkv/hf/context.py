@@ -84,7 +84,8 @@ class Context:
         """Write what the store does not hold yet; return the number of new pages.
 
         Raises:
-            DiskBudgetError, ColdWriteError: nothing changed in the store.
+            DiskBudgetError, ColdWriteError: what was saved under the name before is untouched. If
+                all pages were written and only the manifest failed, they stay without a name.
         """
         geometry, ids = self._manager.geometry, self.ids[0].cpu().numpy()
         kept = Manifest(

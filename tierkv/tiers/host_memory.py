@@ -1,7 +1,7 @@
 """How much host memory may still be taken: what is free, and what the control group allows.
 
-RLIMIT_MEMLOCK is reported, not enforced: CUDA's driver pins pages without asking for it. When
-pinning fails all the same, the error names it.
+RLIMIT_MEMLOCK is not checked here: whether it applies is up to the driver that pins. When pinning
+fails, the error names it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
 Regime: the constructed model (`tierkv/bench/constructed.py`), batch 1, a real chunked prefill of
 filler with a needle at each of --depths depths, then each needle's key asked for and its answer of
 4 tokens generated greedily, all through `tierkv.wrap`. An answer needs every lookup head of every
-layer to read the needle's pages; otherwise the model says so. Budgets: --hot and --warm are shares
-of the KV that the GPU (with summaries and reuse cache, for selective) and pinned memory may hold;
-the rest is on disk, in --store, which each chunk of the prefill reads again. Ceiling: 100% of the needles. ms/token is that of this small model,
-disk reads included, and no claim about speed. The last line of stdout is one JSON object.
+layer to read the needle's pages; otherwise the model says so. --hot and --warm are the shares of
+the KV that GPU (with summaries and reuse cache, for selective) and pinned memory may hold; the rest
+is on disk, in --store, and every chunk of the prefill reads it again. Ceiling: 100% of the needles.
+ms/token is that of this small model, disk reads included: no claim about speed. The last line of
+stdout is one JSON object; the exit code is 1 if a needle was not found.
 
     python benchmarks/constructed.py --tokens 128K,1M --store /mnt/nvme/scratch
     python benchmarks/constructed.py --tokens 16K --device cpu       # dry run

@@ -14,6 +14,7 @@ from tierkv.hf.geometry import model_geometry
 TOKENS = 32768
 
 
+@pytest.mark.filterwarnings("ignore:decoding without a CUDA graph")
 @pytest.mark.parametrize("store", [True, False], ids=["three tiers", "two tiers"])
 @pytest.mark.parametrize("selector", [None, "cuboid", "bound", "mean"])
 def test_every_needle(selector: str | None, store: bool, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tierkv.bench.locality import Recording, replay
+from tierkv.bench.locality import Overruled, Player, Recording, replay
+from tierkv.selection import choose
 from tierkv.selection.quality import reuse_misses
 
 FILE = ROOT / "benchmarks" / "data" / "locality.npz"
@@ -86,6 +87,29 @@ def test_longer_than_the_recording_it_turns_round() -> None:
     assert min(shared) == BUDGET - 1
     np.testing.assert_array_equal(found[STEPS : 2 * STEPS - 2], found[STEPS - 2 : 0 : -1])
     np.testing.assert_array_equal(found[2 * STEPS - 2 :], found[: 30 - (2 * STEPS - 2)])
+
+
+def test_a_player_decides_what_is_chosen() -> None:
+    """Whatever the scores are, also those of pages at the ends."""
+    made = replay(recording(), layers=2, kv_heads=2, budget_pages=BUDGET, first=3, stop=60, steps=4)
+    mass, player = torch.zeros(2, 64), Player(made, torch.device("cpu"))
+
+    class Random:
+        def run(self) -> None:
+            mass.copy_(torch.rand(2, 64))
+            mass[:, 0] = mass[:, 63] = 1.0
+
+    candidates = (torch.arange(64) >= 3) & (torch.arange(64) < 60)
+    launches = [[Overruled(Random(), mass, part[layer]) for part in (player.chosen, player.guessed)]
+                for layer in range(2)]  # fmt: skip
+    for step in (0, 1, 2, 3, 0):
+        player.advance()
+        for layer in range(2):
+            for overruled, part in zip(launches[layer], made, strict=True):
+                overruled.run()
+                found = choose(mass[None], BUDGET, candidates=candidates[None, None])
+                want = np.sort(part[step, layer], axis=-1)
+                np.testing.assert_array_equal(found.pages[0].numpy(), want)
 
 
 def test_the_recorded_file() -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Chosen = npt.NDArray[np.bool_]
 Pages = npt.NDArray[np.int64]
@@ -127,3 +128,51 @@ def replay(
                 groups = places[which.reshape(recorded, -1)]
                 made[:, layer, head] = groups.reshape(recorded, -1)[order]
     return result
+
+
+class Scoring(Protocol):
+    """What scores a layer's pages; `tierkv.kernels.score.ScoreLaunch` is one."""
+
+    def run(self) -> None:
+        """Write the mass of every page."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overruled:
+    """A scoring after which given pages have more mass than any can have by itself.
+
+    The scoring still runs and takes its time; one small kernel comes on top. Can be captured.
+
+    Attributes:
+        scoring: writes `mass`.
+        mass: ``[kv_heads, row]`` float32.
+        pages: ``[kv_heads, budget_pages]`` int64, candidates; as many as are chosen.
+    """
+
+    scoring: Scoring
+    mass: torch.Tensor
+    pages: torch.Tensor
+
+    def run(self) -> None:
+        """Score, then raise the given pages."""
+        self.scoring.run()
+        self.mass.scatter_(1, self.pages, 2.0)
+
+
+class Player:
+    """A replay on the device: the pages of the present step, in memory that stays where it is.
+
+    Attributes:
+        chosen, guessed: ``[layers, kv_heads, budget_pages]`` int64; see `Replay`.
+    """
+
+    def __init__(self, made: Replay, device: torch.device):
+        self._table = torch.from_numpy(np.stack(made, axis=1)).to(device)
+        self._step = 0
+        self._now = self._table[0].clone()
+        self.chosen, self.guessed = self._now
+
+    def advance(self) -> None:
+        """Go to the next step, after the last one to the first; call it before every step."""
+        self._now.copy_(self._table[self._step % len(self._table)])
+        self._step += 1

@@ -19,6 +19,7 @@ from tierkv.cli_bench import TABLE_WIDTH, _Progress, contexts, machine
 from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
+from tierkv.selection import selector
 from tierkv.units import format_bytes
 
 TOKENS = 4096
@@ -44,8 +45,9 @@ def evaluate(args: argparse.Namespace) -> int:
     device = loading.pick_device(args.device)
     if args.selectors is None:
         args.selectors = "cuboid" if device.type == "cuda" else "oracle,cuboid"
-    if device.type == "cuda" and "oracle" in _selectors(args.selectors):
-        raise ConfigError("--selectors: oracle is for evaluation on the CPU; add --device cpu")
+    for name in _selectors(args.selectors):
+        if device.type == "cuda" and selector(name).parts > 2:
+            raise ConfigError(f"--selectors: {name} runs on the CPU only; add --device cpu")
     on_cpu = args.dtype == "auto" and device.type == "cpu"
     dtype = "float32" if on_cpu else args.dtype  # faster there, and no rounding in the comparison
     text = _text(args.text)

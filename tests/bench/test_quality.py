@@ -174,8 +174,8 @@ def test_report(evaluate: Eval, tmp_path: Path) -> None:
     assert (report["tokens"], report["text"], report["dtype"]) == (512, "bundled", "float32")
     assert json.loads(file.read_text())["needles"] == report["needles"]
     assert [(row["selector"], row["token_budget"]) for row in report["layers"]] == [
-        ("cuboid", 32), ("cuboid", 1024), ("window", 32), ("window", 1024)
-    ]  # fmt: skip
+        (name, budget) for name in ("oracle", "cuboid", "window") for budget in (32, 1024)
+    ]
     for text in ("continuation of 8 tokens", "2 needles", "depth 0.1", "top-1 agreement",
                  "attention recovered"):  # fmt: skip
         assert text in out

@@ -74,9 +74,8 @@ def run(
     try:
         looked_into = layers.traces(model, ids[:, :need], options.tiers, say)
         config = Config.from_kwargs(**options.tiers)
-        report["layers"] = layers.measure(
-            looked_into, options.selectors, options.budgets, config, say
-        )
+        names = tuple(dict.fromkeys(("oracle", *options.selectors)))
+        report["layers"] = layers.measure(looked_into, names, options.budgets, config, say)
     except layers.NotModelledError as error:
         report["layers_left_out"] = str(error)
     save(report)

@@ -63,7 +63,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
             axes.set(xlabel="layer", title=label)
             _finish(axes)
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=80)
 
 
 def _lines(

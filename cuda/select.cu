@@ -197,7 +197,8 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // are no slots are the caller's: never evicted.
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
-//    misses; missing, missing_count; stats [3] += hits, misses, missing.
+//    misses; missing, missing_count; stats [4] += hits, misses, missing, hits in slots stamped *step
+//    already.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
              int recent, int cached, int budget, unsigned long long share,
@@ -235,6 +236,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
                                      [&](int rank, int i) { pages[rank] = first + i; });
 
     const int now = *step;
+    int again = 0;  // hits that were chosen in this step before
     for (int slot = threadIdx.x; slot < slots; slot += THREADS)  // largest: empty, then oldest
         slot_keys[slot] = held[slot] < 0 ? ~0u : ~0u - 1 - static_cast<unsigned>(stamp[slot]);
     __syncthreads();
@@ -246,6 +248,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
             frames[i] = addresses[pages[i]] ? MISS : MISSING;
         } else if (frames[i] >= first_frame && frames[i] < first_frame + slots) {
             slot_keys[frames[i] - first_frame] = 0;
+            again += stamp[frames[i] - first_frame] == now;
             stamp[frames[i] - first_frame] = now;
         }
     }
@@ -275,13 +278,16 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     const int present = take_in_order(
         chosen, all, scratch, [&](int i) { return frames[i] >= 0 ? 1u : 0u; },
         [&](int rank, int i) { table[rank] = frames[i]; });
+    Sum repeated;
+    scan({static_cast<unsigned>(again), 0}, repeated, scratch);
     if (threadIdx.x != 0) return;
     chosen_count[head] = chosen;
     count[head] = present;
     tokens[head] = (table_offset + present) * page_tokens;
     fetch_count[head] = missed;
     missing_count[head] = absent;
-    stats[3 * head] += present - missed;
-    stats[3 * head + 1] += missed;
-    stats[3 * head + 2] += absent;
+    stats[4 * head] += present - missed;
+    stats[4 * head + 1] += missed;
+    stats[4 * head + 2] += absent;
+    stats[4 * head + 3] += repeated.count;
 }

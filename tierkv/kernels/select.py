@@ -81,7 +81,8 @@ class Plan:
         missing: ``[kv_heads, budget]`` int32, chosen pages that are in no host frame. They are not
             in `table`: the caller waits for them and plans again, or goes without them.
         missing_counts: ``[kv_heads]`` int32.
-        stats: ``[kv_heads, 3]`` int64, chosen pages so far that were hits, misses and missing.
+        stats: ``[kv_heads, 4]`` int64, chosen pages so far that were hits, misses and missing, and
+            of the hits those that an earlier plan of the same step had chosen.
     """
 
     selected: torch.Tensor
@@ -114,7 +115,7 @@ class Plan:
             fetches=Fetches.allocate(kv_heads, budget, device),
             missing=zeros(kv_heads, budget),
             missing_counts=zeros(kv_heads),
-            stats=zeros(kv_heads, 3, dtype=torch.int64),
+            stats=zeros(kv_heads, 4, dtype=torch.int64),
         )
 
 

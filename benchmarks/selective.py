@@ -224,7 +224,7 @@ class Run:
             hits, late, _, used, _, early, _, _ = (
                 b - a for a, b in zip(before, after, strict=True)
             )
-            shares["reused"] = (hits - min(early, used)) / max(hits + late, 1)
+            shares["ready"] = hits / max(hits + late, 1)
             if early:
                 shares |= {"recall": used / (hits + late), "early": early / (early + late)}
             head_page, misses = g.page_bytes // g.kv_heads, early + late

@@ -186,6 +186,30 @@ class SelectiveState:
         start = max(first, stop - recent - 1)
         self.keep_recent(start, k[:, start - first :], v[:, start - first :], arena)
 
+    def sealed_across(
+        self,
+        position: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        frames: tuple[torch.Tensor, torch.Tensor],
+        addresses: Frames,
+    ) -> None:
+        """Take note of one sealed page of every layer that selects, on a GPU.
+
+        k, v: ``[s, kv_heads, page_tokens, dim]``; frames: the layers' K and V by frame,
+        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory.
+        """
+        if self.spec.parts:
+            self.summaries[:, :, position] = self.spec.selector.summarize(k)
+        self.addresses[:, position] = torch.from_numpy(addresses).to(self.device)
+        sinks = self.spec.sink_pages
+        kept = [FIRST_FRAME + sinks + position % (self.spec.recent_pages + 1)]
+        if position < sinks:
+            kept.append(FIRST_FRAME + position)
+        for frame in kept:
+            frames[0][:, :, frame].copy_(k)
+            frames[1][:, :, frame].copy_(v)
+
     def keep_recent(self, first: int, k: torch.Tensor, v: torch.Tensor, arena: Arena) -> None:
         """Put pages ``first ..`` into the ring of recent ones."""
         if k.shape[1]:

@@ -76,7 +76,8 @@ class Config:
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
-            that pages are copied before they are asked for; 0 for none.
+            that pages are copied before they are asked for; 0 for none. Scoring twice costs about
+            what it saves where the link is fast (PCIe 5); it pays on slower ones.
         compile: run the model's own layers through `torch.compile` in such steps; takes up to a
             minute once.
 
@@ -104,7 +105,7 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     cuda_graph: bool | None = None
-    look_ahead: int = 1
+    look_ahead: int = 0
     compile: bool = False
 
     def __post_init__(self) -> None:

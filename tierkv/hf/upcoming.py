@@ -1,10 +1,8 @@
-"""The query that a later layer will ask, foreseen from the residual stream of this one.
+"""The query that a later layer will ask, foreseen from the residual stream that enters this one.
 
-Layers add little to the stream, so the later layer's own norm, query projection and rotation,
+A layer adds little to the stream, so the later layer's own norm, query projection and rotation,
 applied to it early, give nearly its query (InfiniGen, OSDI 2024, looks ahead this way with
-partial weights; here the weights are whole). The stream is taken between attention and MLP: it is
-nearer to what the later layer sees, and this layer's own fetches, which would share the link, are
-over by then.
+partial weights; here the weights are whole).
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ class Upcoming:
     def of(cls, model: PreTrainedModel, depth: int, first: int) -> Upcoming | None:
         """Return what foresees a model's queries; None for models of another build.
 
-        Layers need an `input_layernorm`, a norm between attention and MLP, and a `self_attn` that
-        projects queries by `q_proj`, may norm them by `q_norm`, and rotates them by its module's
-        `apply_rotary_pos_emb`.
+        Layers need an `input_layernorm` and a `self_attn` that projects queries by `q_proj`, may
+        norm them by `q_norm`, and rotates them by its module's `apply_rotary_pos_emb`.
         """
         layers = getattr(model.get_decoder(), "layers", None)
         if not depth or not layers or not all(_usable(layer) for layer in layers):
@@ -55,21 +52,14 @@ class Upcoming:
         return cls(layers, depth, first)
 
     def hook(self, announce: Announce) -> list[Any]:
-        """Call `announce` in the middle of every layer that foresees another; return hooks."""
-        rotation: list[torch.Tensor] = []
+        """Call `announce` whenever a layer begins whose stream foresees another; returns hooks."""
 
         def begin(module: Any, args: Any, kwargs: Any) -> None:
-            rotation[:] = kwargs[_EMBEDDINGS]
+            hidden = args[0] if args else kwargs["hidden_states"]
+            announce(module.self_attn.layer_idx + self._depth, hidden, *kwargs[_EMBEDDINGS])
 
-        def middle(layer: int) -> Any:
-            return lambda module, args: announce(layer, args[0], *rotation)
-
-        hooks = []
-        for layer in range(self._first, len(self._layers)):
-            early = self._layers[layer - self._depth]
-            hooks.append(early.register_forward_pre_hook(begin, with_kwargs=True))
-            hooks.append(_middle_norm(early).register_forward_pre_hook(middle(layer)))
-        return hooks
+        foreseeing = self._layers[self._first - self._depth : len(self._layers) - self._depth]
+        return [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in foreseeing]
 
     def keep_rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Copy the rotation of a step to memory that stays."""
@@ -81,7 +71,7 @@ class Upcoming:
     def query(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
         """Return the foreseen query of a layer, ``[1, heads, 1, dim]``.
 
-        residual: ``[1, 1, hidden]``, the stream before the MLP `depth` layers earlier.
+        residual: ``[1, 1, hidden]``, the stream `depth` layers earlier.
         """
         decoder, attention = self._layers[layer], self._layers[layer].self_attn
         assert self._rotation is not None
@@ -102,22 +92,12 @@ class Upcoming:
 _ROTATE, _EMBEDDINGS = "apply_rotary_pos_emb", "position_embeddings"
 
 
-def _middle_norm(layer: Any) -> Any:
-    """Return the norm that is given the stream between attention and MLP, if there is one."""
-    for name in ("pre_feedforward_layernorm", "post_attention_layernorm"):
-        if hasattr(layer, name):
-            return getattr(layer, name)
-    return None
-
-
 def _usable(layer: Any) -> bool:
     attention = getattr(layer, "self_attn", None)
     projection, heads = getattr(attention, "q_proj", None), getattr(attention, "config", None)
-    if projection is None or heads is None or _middle_norm(layer) is None:
+    if projection is None or heads is None or not hasattr(layer, "input_layernorm"):
         return False
     width = heads.num_attention_heads * getattr(attention, "head_dim", 0)
-    rotates = hasattr(layer, "input_layernorm") and hasattr(
-        sys.modules[type(attention).__module__], _ROTATE
-    )
+    rotates = hasattr(sys.modules[type(attention).__module__], _ROTATE)
     takes = _EMBEDDINGS in inspect.signature(layer.forward).parameters
     return rotates and takes and getattr(projection, "out_features", 0) == width

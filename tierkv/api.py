@@ -31,9 +31,6 @@ from tierkv.paging.selective import Selective
 from tierkv.selection.settings import selective_settings
 from tierkv.tiers.cold import ColdStore
 
-DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
-"""Prompt tokens per forward: enough for full-speed matrix products, and on a GPU for the
-arithmetic of a chunk to take longer than streaming its past."""
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 """What transformers calls the cache: the first until 5.23, the second from 5.24."""
 
@@ -165,7 +162,7 @@ class TieredModel:
             self.hf_model,
             input_ids,
             tier_cache,
-            chunk_tokens=self.config.prefill_chunk or DEFAULT_CHUNK_TOKENS[input_ids.device.type],
+            chunk_tokens=self.config.prefill_chunk or hf_prefill.default_chunk(self.hf_model),
             attention_mask=attention_mask,
             on_progress=on_progress,
         )
@@ -247,7 +244,10 @@ class TieredModel:
         if tier_cache.graph is None:
             limit = self._text_config.max_position_embeddings
             most = max(self.config.max_context or limit, input_ids.shape[1])
-            tier_cache.graph = DecodeGraph(self.hf_model, tier_cache, most)
+            tier_cache.graph = DecodeGraph(
+                self.hf_model, tier_cache, most,
+                look_ahead=self.config.look_ahead, compiled=self.config.compile,
+            )  # fmt: skip
         graph: DecodeGraph = tier_cache.graph
         return graph
 

@@ -76,6 +76,11 @@ class Config:
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
+        look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
+            that pages are copied before they are asked for; 0 for none. Scoring twice costs about
+            what it saves where the link is fast (PCIe 5); it pays on slower ones.
+        compile: run the model's own layers through `torch.compile` in such steps; takes up to a
+            minute once.
 
     Sizes may be given as text such as ``"2GiB"``; they are kept as a number of bytes.
 
@@ -101,6 +106,8 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     cuda_graph: bool | None = None
+    look_ahead: int = 0
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -126,6 +133,9 @@ class Config:
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile must be true or false, got {self.compile!r}")
+        _check_int("look_ahead", self.look_ahead, 0, 8)
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

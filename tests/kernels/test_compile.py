@@ -65,7 +65,10 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
     for dtype, k_dim, group, parts in SCORE:
         sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
         found.append(("score", (("DTYPE", build.DTYPES[dtype]), *sizes)))
-    return [*found, ("gather", ()), ("select", (("THREADS", select.THREADS),))]
+    selecting = [
+        ("select", (("THREADS", threads),)) for threads in (select.THREADS, select.CHUNK_THREADS)
+    ]
+    return [*found, ("gather", ()), *selecting]
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from tierkv.attention.captured import CapturedLayer, CapturedLookups
 from tierkv.errors import ClosedError, HandshakeError, TierKVError, UnsupportedModelError
 from tierkv.hf.geometry import stock_layers
 from tierkv.paging.edit import crop, remap
@@ -40,7 +39,7 @@ class Handle:
     """What `update` hands to the attention function of the same layer."""
 
     layer_idx: int
-    lookup: Lookup | CapturedLayer
+    lookup: Lookup
     owner: weakref.ref[TierCache]
 
     def attended(self) -> None:
@@ -92,12 +91,7 @@ class TierLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append ``[batch, kv_heads, tokens, dim]`` keys and values; return just them."""
-        owner = self._owner
-        lookup: Lookup | CapturedLayer
-        if owner.captured is not None:
-            lookup = owner.captured.append(self._tier_layer, key_states, value_states)
-        else:
-            lookup = owner.append(self._tier_layer, key_states, value_states)
+        lookup = self._owner.append(self._tier_layer, key_states, value_states)
         handle = Handle(self._layer_idx, lookup, self._owner_ref)
         _pending.handle = handle
         key_states._tierkv_handle = handle  # type: ignore[attr-defined]
@@ -141,7 +135,6 @@ class TierCache(Cache):
         layers = stock_layers(config)
         self.manager, self._config = manager, config
         self.graph: Any = None  # the captured decode step, if there is one
-        self.captured: CapturedLookups | None = None  # set while a step is captured
         self._unread: tuple[int, int] | None = None  # (tiered layer, tokens) awaiting attention
         self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.sequences = Sequences(len(self.tiered))

@@ -15,6 +15,7 @@ from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
 from tierkv.hf.graph import DecodeGraph
+from tierkv.hf.step import StepCache
 
 
 @contextmanager
@@ -64,7 +65,11 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
         if not obstacle:
             try:
                 logits = graph.step(ids)
-                return type(graph.output)(**{**graph.output, "logits": logits.clone()})
+                output = {
+                    key: graph.tier_cache if isinstance(value, StepCache) else value
+                    for key, value in graph.output.items()
+                }
+                return type(graph.output)(**{**output, "logits": logits.clone()})
             except CaptureError as error:
                 obstacle = str(error)
         if not told:

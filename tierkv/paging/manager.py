@@ -131,8 +131,7 @@ class PageManager:
         """Count the token that a captured step has written; seal the page it fills."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
         if sequences.lengths[0] % self.geometry.page_tokens == 0:
-            for layer in range(self.geometry.layers):
-                self._writer.seal_tail(sequences, layer)
+            self._writer.seal_tails(sequences)
 
     def _own(
         self, selective: SelectiveState, sequences: Sequences, batch: int, length: int

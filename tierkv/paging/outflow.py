@@ -107,6 +107,34 @@ class Outflow:
             self.tiers.transfer.spill(self._spill)
             at = part.stop
 
+    def send_across(
+        self, layers: range, block: int, k: torch.Tensor, v: torch.Tensor
+    ) -> Frames | None:
+        """Write one page of several layers to warm homes at once.
+
+        k, v: ``[kv_heads, layers, page_tokens, dim]`` on the device. Returns the frames, or None,
+        with nothing done, if a layer has no home left.
+        """
+        tiers = self.tiers
+        with tiers.changed:
+            short = tiers.warm.homes.free < len(layers)
+            if short or not all(self._home_quota(layer) for layer in layers):
+                return None
+            frames = tiers.warm.homes.take(len(layers))
+            for layer in layers:
+                self._homes_used[layer] += 1
+        try:
+            tiers.transfer.write_down(k, v, frames)
+        except BaseException:
+            with tiers.changed:
+                for layer, frame in zip(layers, frames, strict=True):
+                    self._give(layer, np.array([frame]))
+            raise
+        tiers.stats.hot_to_warm_bytes += len(layers) * tiers.geometry.page_bytes
+        with tiers.changed:
+            tiers.directory.warm[block, layers.start : layers.stop] = frames
+        return frames
+
     def _write_down(
         self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, frames: Frames
     ) -> None:

@@ -102,9 +102,7 @@ class TierSet:
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
         if self.selective is not None and self.selective.spec.slots:
-            names = ("reused", "fetched", "awaited")
-            counts = self.selective.counters.sum(dim=0).tolist()
-            report["selective"] = dict(zip(names, counts, strict=True))
+            report["selective"] = self.selective.report()
         return report
 
     def close(self) -> None:

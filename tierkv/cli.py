@@ -17,6 +17,7 @@ from typing import Any
 import tierkv
 from tierkv.config import (
     ATTENTIONS,
+    COLD_MISSES,
     DTYPES,
     SELECTORS,
     Config,
@@ -47,6 +48,7 @@ _HELP = {
     "sink_tokens": ("N", "first tokens, always read"),
     "recent_tokens": ("N", "last tokens, always read"),
     "dense_layers": ("N", "first layers, which stay exact"),
+    "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
@@ -61,7 +63,9 @@ _HELP = {
     "device": ("NAME", "auto, cpu, cuda or cuda:N"),
     "dtype": ("NAME", "auto (as the model says) or a torch dtype"),
 }
-_CHOICES = {"dtype": DTYPES, "attention": ATTENTIONS, "selector": SELECTORS}
+_CHOICES = {
+    "dtype": DTYPES, "attention": ATTENTIONS, "selector": SELECTORS, "on_cold_miss": COLD_MISSES,
+}  # fmt: skip
 _FIELDS = (*fields(Config), *fields(GenerateConfig))
 
 

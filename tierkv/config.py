@@ -30,6 +30,7 @@ CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 """Environment variable that says where converted models are kept."""
 
 ATTENTIONS = ("exact", "selective")
+COLD_MISSES = ("wait", "skip")
 SELECTORS = ("cuboid", "bound", "mean", "window", "oracle")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -69,6 +70,8 @@ class Config:
         mass: stop choosing at this share of the estimated attention; None fills the budget.
         sink_tokens, recent_tokens: first and last tokens, which are always read.
         dense_layers: first tiered layers, which stay exact.
+        on_cold_miss: ``wait`` for chosen pages that are on disk, or ``skip`` them: leave them out
+            of the step and count them.
         reuse: size of the reuse cache on the GPU, in token budgets.
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
@@ -102,6 +105,7 @@ class Config:
     sink_tokens: int = 64
     recent_tokens: int = 64
     dense_layers: int = 2
+    on_cold_miss: str = "wait"
     reuse: float = 2.0
     max_context: int = 0
     cuda_graph: bool | None = None
@@ -121,7 +125,10 @@ class Config:
             raise ConfigError(f"page_tokens must be a power of two from 16 to 256, got {tokens}")
         _check_int("prefill_chunk", self.prefill_chunk, 0, 1 << 20)
         _check_int("io_threads", self.io_threads, 1, 64)
-        for name, known in (("attention", ATTENTIONS), ("selector", SELECTORS)):
+        choices = {
+            "attention": ATTENTIONS, "selector": SELECTORS, "on_cold_miss": COLD_MISSES
+        }  # fmt: skip
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"

@@ -101,7 +101,7 @@ class TierSet:
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
-        if self.selective is not None and self.selective.spec.slots:
+        if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()
         return report
 

@@ -133,8 +133,8 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
         help="true tokens fed after the context; 0 for none (default: 128)")  # fmt: skip
     add("--needles", type=int, default=20, metavar="S",
         help="contexts with a needle to find; 0 for none (default: 20)")  # fmt: skip
-    add("--selectors", default="cuboid", metavar="NAMES",
-        help=f"among {','.join(SELECTORS)} (default: cuboid)")  # fmt: skip
+    add("--selectors", metavar="NAMES",
+        help=f"among {','.join(SELECTORS)} (default: cuboid, and oracle on a CPU)")  # fmt: skip
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
     for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",
@@ -146,7 +146,11 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=DTYPES,
         help="auto is as the model says on a GPU and float32 without")  # fmt: skip
     add("--json", metavar="FILE", help="write the report there, after every row")
-    add("--plot", metavar="FILE", help="draw quality against budget there (needs matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw quality against budget and bytes moved there (needs matplotlib)",
+    )
     add("--commit", metavar="HASH", help="what to record where there is no git checkout")
 
 

@@ -19,6 +19,8 @@ from tierkv.cli_bench import TABLE_WIDTH, _Progress, contexts, machine
 from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
+from tierkv.selection import selector
+from tierkv.units import format_bytes
 
 TOKENS = 4096
 """Context where the text and the model allow so much."""
@@ -41,8 +43,11 @@ def evaluate(args: argparse.Namespace) -> int:
     _check(args)
     loading.quiet()
     device = loading.pick_device(args.device)
-    if device.type == "cuda" and "oracle" in _selectors(args.selectors):
-        raise ConfigError("--selectors: oracle is for evaluation on the CPU; add --device cpu")
+    if args.selectors is None:
+        args.selectors = "cuboid" if device.type == "cuda" else "oracle,cuboid"
+    for name in _selectors(args.selectors):
+        if device.type == "cuda" and selector(name).parts > 2:
+            raise ConfigError(f"--selectors: {name} runs on the CPU only; add --device cpu")
     on_cpu = args.dtype == "auto" and device.type == "cpu"
     dtype = "float32" if on_cpu else args.dtype  # faster there, and no rounding in the comparison
     text = _text(args.text)
@@ -116,7 +121,8 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must not be negative, got {getattr(args, name)}")
     if not args.continuation and not args.needles:
         raise ConfigError("--continuation 0 and --needles 0 leave nothing to evaluate")
-    _selectors(args.selectors)
+    if args.selectors is not None:
+        _selectors(args.selectors)
     _budgets(args.budgets)
 
 
@@ -152,9 +158,22 @@ def _text(name: str | None) -> str:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """Print a table for the continuation and one for the needles on stdout."""
+    """Print a table each for the layers, the continuation and the needles on stdout."""
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
     context = f"{report['model']} {report['dtype']}, {report['tokens']:,} tokens of context"
+    if report["layers_left_out"]:
+        console.print(f"no layer is looked into: {report['layers_left_out']}")
+    if report["layers"]:
+        table = _table(f"layers that select, each by itself, {context}", "attention recovered",
+                       "worst layer", "output error", "worst layer", "moved per token",
+                       costs=False)  # fmt: skip
+        for row in report["layers"]:
+            first = len(row["mass"]) - row["selecting_layers"]
+            table.add_row(*_named(row), f"{row['mass_mean']:.1%}",
+                          f"{min(row['mass'][first:]):.1%}", f"{row['error_mean']:.1%}",
+                          f"{max(row['error'][first:]):.1%}",
+                          format_bytes(round(row["moved_bytes"])))  # fmt: skip
+        console.print(table)
     if report["continuation"]:
         steps = report["continuation"][0]["steps"]
         table = _table(f"continuation of {steps} tokens, {context}",
@@ -177,10 +196,10 @@ def print_tables(report: dict[str, Any]) -> None:
         console.print(table)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, costs: bool = True) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("attention")
-    for name in ("budget", *columns, "tokens read", "KV read", "seconds"):
+    for name in ("budget", *columns, *(("tokens read", "KV read", "seconds") if costs else ())):
         table.add_column(name, justify="right")
     return table
 

@@ -24,7 +24,6 @@ from tierkv.errors import (
     ColdReadError,
     ColdWriteError,
     ConfigError,
-    DiskBudgetError,
     StoreError,
 )
 from tierkv.page import SECTOR
@@ -33,14 +32,13 @@ from tierkv.tiers.direct_io import probe_direct_io
 from tierkv.tiers.extents import FILE_BYTES
 from tierkv.tiers.faults import COUNTERS, DAMAGE, BadPagesError, VerifyReport
 from tierkv.tiers.lifetime import Lifetime
+from tierkv.tiers.metadata import Metadata
 from tierkv.tiers.owner import OwnerLock
 from tierkv.tiers.payloads import Payloads
 from tierkv.tiers.record import BadRecordError, Record, payload_hash
 
-_MAX_NAME_BYTES = 500
 
-
-class ColdStore:
+class ColdStore(Metadata):
     """Pages of one size on disk, by key. Thread-safe; one owner per directory.
 
     Args:
@@ -207,44 +205,6 @@ class ColdStore:
         with self._lifetime.using(), self._payloads.lock:
             return self._payloads.used_bytes()
 
-    def meta_get(self, name: str) -> bytes | None:
-        """Return the value stored under `name`, or None.
-
-        Raises:
-            ColdReadError: it is damaged; it was counted as ``bad_meta`` and dropped.
-        """
-        with self._lifetime.using():
-            try:
-                return self._catalogue.meta_get(_meta_key(name))
-            except BadRecordError as error:
-                self._count("bad_meta")
-                with self._writer:
-                    self._catalogue.meta_delete(_meta_key(name))
-                raise ColdReadError(f"metadata {name!r} is damaged: {error}") from error
-
-    def meta_put(self, name: str, value: bytes) -> None:
-        """Store `value` under `name`, replacing what was there.
-
-        Raises:
-            DiskBudgetError: not enough room; nothing was written.
-            ColdWriteError: the catalogue failed; nothing was written.
-        """
-        with self._lifetime.using(), self._writer, self._counting_failures():
-            growth = self._catalogue.growth_bytes(0, len(value))
-            with self._payloads.lock:
-                self._payloads.budget.check(growth, f"metadata {name!r}")
-            self._catalogue.meta_put(_meta_key(name), value)
-
-    def meta_delete(self, name: str) -> None:
-        """Delete the value stored under `name`, if any."""
-        with self._lifetime.using(), self._writer:
-            self._catalogue.meta_delete(_meta_key(name))
-
-    def meta_names(self, prefix: str = "") -> list[str]:
-        """Return the names of all metadata values that start with `prefix`, in order."""
-        with self._lifetime.using():
-            return [name.decode() for name in self._catalogue.meta_names(prefix.encode())]
-
     def __contains__(self, key: bytes) -> bool:
         """Whether a page of our own size is stored under `key` (its payload is not checked)."""
         with self._lifetime.using():
@@ -369,25 +329,3 @@ class ColdStore:
             with self._writer:
                 same = self._catalogue.delete_same(values)
                 self._payloads.free({key: values[key] for key in same})
-
-    @contextmanager
-    def _counting_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except DiskBudgetError:
-            self._count("budget_refusals")
-            raise
-        except ColdWriteError:
-            self._count("write_errors")
-            raise
-
-    def _count(self, label: str, amount: int = 1) -> None:
-        with self._counting:
-            self.counters[label] += amount
-
-
-def _meta_key(name: str) -> bytes:
-    key = name.encode()
-    if not 1 <= len(key) <= _MAX_NAME_BYTES or key.startswith(b"\0"):
-        raise StoreError(f"a metadata name must have 1 to {_MAX_NAME_BYTES} bytes, got {name!r}")
-    return key

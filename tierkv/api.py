@@ -78,6 +78,7 @@ class TieredModel:
                 frame_bytes=geometry.frame_bytes,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
+                writes_per_day=config.disk_writes_per_day,
             )
         try:
             return PageManager(

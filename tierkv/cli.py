@@ -27,6 +27,7 @@ from tierkv.config import (
     load_settings,
 )
 from tierkv.errors import TierKVError
+from tierkv.units import format_bytes
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -36,6 +37,7 @@ _HELP = {
     "cpu_budget": ("SIZE", "KV bytes in host memory"),
     "disk_budget": ("SIZE", "bytes of the store on disk"),
     "disk_floor": ("SIZE", "free disk space never to be used"),
+    "disk_writes_per_day": ("SIZE", "bytes of pages the store may write in a day (UTC)"),
     "store": ("DIR", "directory of the cold tier; without it there is none"),
     "page_tokens": ("N", "tokens per page, a power of two from 16 to 256"),
     "prefill_chunk": ("N", "prompt tokens per forward; 0 chooses"),
@@ -144,6 +146,39 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--commit", metavar="HASH", help="what to record where there is no git checkout")
 
 
+def add_store_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``tierkv store``; `tierkv.cli_store` runs them."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str, *positional: str, json: bool = False) -> Any:
+        one = actions.add_parser(name, help=text)
+        for argument in positional:
+            one.add_argument(argument.lower(), metavar=argument)
+        one.add_argument("--store", metavar="DIR", help="directory of the cold tier")
+        if json:
+            one.add_argument("--json", action="store_true", help="print one JSON object instead")
+        one.set_defaults(run=_store)
+        return one.add_argument
+
+    action("ls", "list saved contexts", json=True)
+    add = action("inspect", "show what is kept of a saved context", "NAME", json=True)
+    add("--model", metavar="DIR", help="show its first and last text by this model's tokenizer")
+    add = action("verify", "read every record and report bad ones", json=True)
+    add("--repair", action="store_true", help="drop the bad ones")
+    add = action("gc", "drop pages that no context names, then old contexts if asked", json=True)
+    add("--max-bytes", metavar="SIZE", help="come down to this, least recently used first")
+    add("--older-than", metavar="AGE", help="only contexts not used for 12h, 7d, 2w ...")
+    add("--include-saved", action="store_true", help="saved contexts may go too")
+    action("rm", "delete a saved context and the pages that only it uses", "NAME")
+    add = action("export", "write a saved context to one file", "NAME", "FILE")
+    add("--force", action="store_true", help="replace the file")
+    add = action("import", "store the context of an exported file (one you trust)", "FILE")
+    add("--name", metavar="NAME", help="save it under this name (default: the one in the file)")
+    add("--force", action="store_true", help="replace a context of that name")
+    add("--disk-budget", default=format_bytes(Config().disk_budget), metavar="SIZE",
+        help=f"{_HELP['disk_budget'][1]} (default: %(default)s)")  # fmt: skip
+
+
 def settings_from(args: argparse.Namespace) -> Settings:
     """Return the effective settings of parsed flags, their ``--config`` file and the environment.
 
@@ -186,19 +221,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(run=_doctor)
 
-    store = commands.add_parser("store", help="list, check and delete what a store keeps")
-    kept = store.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for action, text in (
-        ("ls", "list saved contexts"), ("verify", "read every page and report bad ones"),
-        ("rm", "delete a saved context and the pages that only it uses"),
-    ):  # fmt: skip
-        one = kept.add_parser(action, help=text)
-        if action == "rm":
-            one.add_argument("name", metavar="NAME")
-        else:
-            one.add_argument("--json", action="store_true", help="print one JSON object instead")
-        one.add_argument("--store", metavar="DIR", help="directory of the cold tier")
-        one.set_defaults(run=_store)
+    add_store_commands(commands.add_parser("store", help="look after what a store keeps"))
 
     bench = commands.add_parser("bench", help="measure decode and prefill with KV off the GPU")
     add_bench_flags(bench)

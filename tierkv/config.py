@@ -20,7 +20,7 @@ import yaml
 from tierkv.errors import ConfigError
 from tierkv.units import format_bytes, parse_bytes
 
-SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor")
+SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor", "disk_writes_per_day")
 """Settings in bytes; they may be given as text such as ``"2GiB"``."""
 
 PATH_VARIABLES = {"TIERKV_STORE": "store", "TIERKV_MODEL": "model"}
@@ -60,6 +60,9 @@ class Config:
         store: directory of the cold tier, created if needed; None for no cold tier.
         page_tokens: tokens per page, a power of two from 16 to 256.
         prefill_chunk: prompt tokens per forward; 0 chooses automatically.
+        disk_writes_per_day: bytes of pages that may be written to the store in a day (UTC), all
+            processes together, because SSDs wear; None for no limit. Saving and spilling beyond it
+            is refused; what is stored stays readable.
         disk_floor: bytes of free disk space that are never used.
         io_threads: threads that read pages from disk.
         attention: ``exact`` reads every page at every step; ``selective`` reads, when one token
@@ -89,6 +92,7 @@ class Config:
     page_tokens: int = 32
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
+    disk_writes_per_day: int | None = None
     io_threads: int = 4
     attention: str = "exact"
     selector: str = "cuboid"
@@ -103,6 +107,8 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in SIZES:
+            if name == "disk_writes_per_day" and self.disk_writes_per_day is None:
+                continue
             object.__setattr__(self, name, parse_bytes(getattr(self, name), knob=name))
         if self.store is not None:
             store = os.fspath(self.store) if isinstance(self.store, os.PathLike) else self.store

@@ -40,13 +40,14 @@ class Outflow:
 
         Raises:
             WarmBudgetError, DiskBudgetError: they cannot; the message says what is missing.
+            WriteLimitError: a `DiskBudgetError`; the day's writes are used up.
             ColdWriteError: an earlier write to disk failed, and again just now.
         """
         if self._spill_error is not None:
             self.tiers.transfer.spill(self._spill).result()
         if self._spill_error is not None:
             full = isinstance(self._spill_error, DiskBudgetError)
-            raise (DiskBudgetError if full else ColdWriteError)(
+            raise (type(self._spill_error) if full else ColdWriteError)(
                 f"pages could not be written to disk and stay in warm memory: {self._spill_error}"
             ) from self._spill_error
         if not any(down):
@@ -65,6 +66,8 @@ class Outflow:
                 )
             return
         to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
+        if to_disk:
+            self.tiers.cold.writes.check((to_disk + queued) * size)
         margin = -(-CATALOGUE_MARGIN_BYTES // size)
         room = self.tiers.cold.room() - queued - margin
         if to_disk > room:

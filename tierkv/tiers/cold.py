@@ -36,6 +36,7 @@ from tierkv.tiers.metadata import Metadata
 from tierkv.tiers.owner import OwnerLock
 from tierkv.tiers.payloads import Payloads
 from tierkv.tiers.record import BadRecordError, Record, payload_hash
+from tierkv.tiers.wear import COUNTER_NAME, DailyWrites
 
 
 class ColdStore(Metadata):
@@ -47,12 +48,15 @@ class ColdStore(Metadata):
         frame_bytes: bytes of one page's frame, a multiple of 4096.
         disk_budget: bytes that all files of the store may take on disk together.
         free_floor: bytes that a write must leave free on the file system.
+        writes_per_day: bytes of frames that may be written in a day, all processes together; None
+            for no limit.
         durable: whether a returned write survives a power cut. Without it a process that dies
             still loses nothing, but a machine that does may lose the whole store.
 
     Attributes:
         direct_io: whether payloads bypass the page cache (O_DIRECT); if not, reads are buffered.
         direct_io_reason: how we know.
+        writes: what was written today, and the limit.
         counters: events since opening, by the labels in `COUNTERS`.
 
     Raises:
@@ -71,6 +75,7 @@ class ColdStore(Metadata):
         frame_bytes: int,
         disk_budget: int,
         free_floor: int,
+        writes_per_day: int | None = None,
         durable: bool = True,
     ) -> None:
         if frame_bytes % SECTOR or not SECTOR <= frame_bytes <= FILE_BYTES // 4:
@@ -86,6 +91,7 @@ class ColdStore(Metadata):
         self.frame_bytes = frame_bytes
         self.disk_budget = disk_budget
         self.free_floor = free_floor
+        self._writes_per_day = writes_per_day
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._durable = durable
         self._writer = threading.Lock()  # one put, drop or metadata write at a time; taken first
@@ -109,6 +115,7 @@ class ColdStore(Metadata):
 
         Raises:
             DiskBudgetError: not enough room; nothing was written.
+            WriteLimitError: a `DiskBudgetError`; the day's writes are used up, likewise.
             ColdWriteError: the disk or the catalogue failed; nothing became visible.
             StoreError: malformed arguments.
         """
@@ -205,6 +212,12 @@ class ColdStore(Metadata):
         with self._lifetime.using(), self._payloads.lock:
             return self._payloads.used_bytes()
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the frames of all stored pages; the files also hold free space."""
+        with self._lifetime.using(), self._payloads.lock:
+            return self._payloads.stored_bytes()
+
     def __contains__(self, key: bytes) -> bool:
         """Whether a page of our own size is stored under `key` (its payload is not checked)."""
         with self._lifetime.using():
@@ -246,6 +259,7 @@ class ColdStore(Metadata):
             self.directory / "catalogue", disk_budget=self.disk_budget, durable=self._durable
         )
         undo.callback(self._catalogue.close)
+        self.writes = DailyWrites(self._stored_counter(), self._writes_per_day)
         directory = self.directory / "extents"
         directory.mkdir(exist_ok=True)
         self.direct_io, self.direct_io_reason = probe_direct_io(directory)
@@ -284,6 +298,8 @@ class ColdStore(Metadata):
             ) from error
 
     def _put(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> None:
+        num_bytes = len(keys) * self.frame_bytes
+        self.writes.check(num_bytes)
         with self._writing_payloads(), self._payloads.lock:
             positions = self._payloads.reserve(len(keys))
         records: dict[bytes, bytes] = {}
@@ -294,11 +310,20 @@ class ColdStore(Metadata):
                 records[key] = record.pack(key)
             with self._writing_payloads():
                 self._own.write(positions, views, durable=self._durable)
-            replaced = self._catalogue.put_many(records)
+            counter = {COUNTER_NAME: self.writes.packed_after(num_bytes)}
+            replaced = self._catalogue.put_many(records, counter)
         except BaseException:
             self._give_back(positions, records)
             raise
+        self.writes.add(num_bytes)
         self._payloads.free(replaced)
+
+    def _stored_counter(self) -> bytes | None:
+        try:
+            return self._catalogue.meta_get(COUNTER_NAME)
+        except BadRecordError:
+            self._count("bad_meta")
+            return None
 
     def _scan(self, prefix: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
         """The catalogue's `scan`, without keeping `close` waiting between its lists."""

@@ -179,6 +179,10 @@ class Payloads:
         extents = sum(extents.allocated_bytes() for extents in self._extents.values())
         return extents + self._catalogue.allocated_bytes()
 
+    def stored_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(x.slots.num_used * x.frame_bytes for x in self._extents.values())
+
     def room(self) -> int:
         """Frames of our own size that one batch could write within the budget."""
         left = self.budget.left()

@@ -112,8 +112,10 @@ class TieredModel:
         self._check_open()
         return TierCache(self._text_config, self.manager)
 
-    def open(self, name: str) -> Context:
+    def open(self, name: str | None = None) -> Context:
         """Return the context saved under a name, or an empty one of that name.
+
+        Without a name it is an empty one, which needs no store and gets its name when it is saved.
 
         Raises:
             ConfigError: there is no store, or the context is another model's.

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from tierkv.attention.captured import CapturedLayer, CapturedLookups
 from tierkv.errors import ClosedError, HandshakeError, TierKVError, UnsupportedModelError
 from tierkv.hf.geometry import stock_layers
-from tierkv.paging.edit import crop, remap
+from tierkv.paging.edit import crop, fork, remap
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
@@ -268,6 +268,21 @@ class TierCache(Cache):
     def _remap(self, rows: Any) -> None:
         if self.manager is not None:
             remap(self.live_manager(), self.sequences, rows.astype(np.int64))
+
+    def fork(self) -> TierCache:
+        """Return a cache of its own with the same tokens; it shares all sealed pages.
+
+        Raises:
+            TierKVError: some layers keep state of their own, or the last forward stopped midway.
+            ConfigError, BudgetError: see `tierkv.paging.edit.fork`.
+        """
+        if self.tiered_in_part:
+            raise UnsupportedModelError("layers with bounded state of their own cannot be forked")
+        self._check_whole(0)
+        twin = TierCache(self._config, self.manager)
+        if self.manager is not None:
+            twin.sequences = fork(self.live_manager(), self.sequences)
+        return twin
 
     def live_manager(self) -> PageManager:
         """Return the manager; the model must have tiered layers.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tierkv.errors import ColdReadError, ConfigError, UnsupportedModelError
+from tierkv.hf.cache import TierCache
 from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import manifest, saved
 from tierkv.paging.keys import root_key
@@ -22,21 +23,19 @@ class Context:
     """One growing sequence of a wrapped model; made by `TieredModel.open`.
 
     Attributes:
-        name: what it is saved under.
+        name: what it is saved under; None for one that is not saved.
         ids: ``[1, tokens]`` all tokens of the context, on the model's device. The last one may
             not have been computed yet.
         restored_tokens: tokens that came from the store instead of a forward pass.
 
     Raises:
-        ConfigError: there is no store, or the name cannot be used.
+        ConfigError: the name cannot be used, or there is no store to save it in.
         UnsupportedModelError: some layers keep state that is not in pages.
     """
 
-    def __init__(self, model: Any, name: str):
-        if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
-            raise ConfigError(f"a context's name must be 1 to {MAX_NAME} printable bytes: {name!r}")
+    def __init__(self, model: Any, name: str | None, cache: TierCache | None = None):
         self.model, self.name = model, name
-        self.cache = model.cache()
+        self.cache: TierCache = model.cache() if cache is None else cache
         self.restored_tokens = 0
         if self.cache.tiered_in_part:
             raise UnsupportedModelError(
@@ -44,9 +43,17 @@ class Context:
                 f"(windows, recurrence), which is not in pages: its contexts cannot be saved"
             )
         self._manager = self.cache.live_manager()
-        self._store = saved.store_of(self._manager)
-        self._root = root_key(fingerprint(model.hf_model), self._manager.geometry)
+        if name is not None:
+            _check_name(name)
+            saved.store_of(self._manager)
+        self._root_key: bytes | None = None
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=self._manager.device)
+
+    @property
+    def _root(self) -> bytes:
+        if self._root_key is None:
+            self._root_key = root_key(fingerprint(self.model.hf_model), self._manager.geometry)
+        return self._root_key
 
     @property
     def tokens(self) -> int:
@@ -61,7 +68,9 @@ class Context:
                 the store is untouched.
             ConfigError: it was saved by another model or with other pages.
         """
-        found = manifest.read(self._store, self.name)
+        found = None
+        if self.name is not None:
+            found = manifest.read(saved.store_of(self._manager), self.name)
         if found is None:
             return False
         kept, ids = found
@@ -84,9 +93,14 @@ class Context:
         """Write what the store does not hold yet; return the number of new pages.
 
         Raises:
+            ConfigError: it has no name, or there is no store.
             DiskBudgetError, ColdWriteError: what was saved under the name before is untouched. If
                 all pages were written and only the manifest failed, they stay without a name.
         """
+        if self.name is None:
+            raise ConfigError("this context has no name to be saved under: set its name first")
+        store = saved.store_of(self._manager)
+        _check_name(self.name)
         geometry, ids = self._manager.geometry, self.ids[0].cpu().numpy()
         kept = Manifest(
             root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
@@ -96,8 +110,25 @@ class Context:
         written = 0
         if kept.held:
             written = saved.save(self._manager, self.cache.sequences, kept.block_keys(ids))
-        manifest.write(self._store, self.name, kept, ids)
+        manifest.write(store, self.name, kept, ids)
         return written
+
+    def fork(self, name: str | None = None) -> Context:
+        """Return a context of its own with the same tokens, to be saved under `name`.
+
+        All sealed pages are shared by reference; only the tail is copied. Both go on
+        independently, and closing one leaves the other whole. Nothing is written.
+
+        Raises:
+            ConfigError: attention is selective, or the name cannot be used.
+            BudgetError: no room for another tail.
+        """
+        if name is not None:
+            _check_name(name)
+        twin = Context(self.model, name, self.cache.fork())
+        twin.ids, twin.restored_tokens = self.ids, self.restored_tokens
+        twin._root_key = self._root_key
+        return twin
 
     def append(
         self, ids: torch.Tensor, on_prefill: Callable[[int, int], None] | None = None
@@ -164,3 +195,8 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
+        raise ConfigError(f"a context's name must be 1 to {MAX_NAME} printable bytes: {name!r}")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tierkv.errors import ConfigError
 from tierkv.paging.directory import Blocks
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import make_plan
 from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.frames import Frames
 
 
 def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
@@ -28,10 +31,7 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     tails = np.concatenate([sequences.tails[:, :new], extra], axis=1)
     if offset:
         for layer, arena in enumerate(manager.hot.arenas):
-            sources = torch.as_tensor(sequences.tails[layer, rows], device=manager.device)
-            targets = torch.as_tensor(tails[layer], device=manager.device)
-            for paged in (arena.k_frames, arena.v_frames):
-                paged.index_copy_(1, targets, paged.index_select(1, sources))
+            _copy_frames(arena, sequences.tails[layer, rows], tails[layer])
     for layer in range(manager.geometry.layers):
         manager.hot.give(layer, sequences.tails[layer, new:])
     before = sequences.blocks.copy()
@@ -41,6 +41,40 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     sequences.blocks = np.concatenate([shared, _fresh_tails(manager, new, offset)], axis=1)
     sequences.changed()
     manager.release(before)
+
+
+def fork(manager: PageManager, sequences: Sequences) -> Sequences:
+    """Return sequences of their own that hold what these hold.
+
+    Sealed pages are shared by reference, tails are copied; closing either leaves the other whole.
+
+    Raises:
+        ConfigError: attention is selective, which keeps one context at a time.
+        HotBudgetError, WarmBudgetError, DiskBudgetError: no room for more tails; nothing changed.
+    """
+    if manager.selective is not None:
+        raise ConfigError("attention='selective' keeps one context at a time: it cannot be forked")
+    twin = Sequences(manager.geometry.layers)
+    if not sequences.batch:
+        return twin
+    manager.start(twin, sequences.batch)
+    past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
+    if offset:
+        for layer, arena in enumerate(manager.hot.arenas):
+            _copy_frames(arena, sequences.tails[layer], twin.tails[layer])
+    shared = sequences.blocks[:, :past]
+    manager.directory.retain(shared)
+    twin.blocks = np.concatenate([shared, _fresh_tails(manager, twin.batch, offset)], axis=1)
+    twin.lengths = list(sequences.lengths)
+    return twin
+
+
+def _copy_frames(arena: Arena, sources: Frames, targets: Frames) -> None:
+    source, target = (
+        torch.as_tensor(frames, device=arena.k.device) for frames in (sources, targets)
+    )
+    for paged in (arena.k_frames, arena.v_frames):
+        paged.index_copy_(1, target, paged.index_select(1, source))
 
 
 def crop(manager: PageManager, sequences: Sequences, length: int) -> None:

@@ -92,12 +92,11 @@ class PageManager:
         self._check_open()
         k, v = k.detach(), v.detach()
         batch, new = k.shape[0], k.shape[2]
-        while self._discarded:
-            self.close_sequences(self._discarded.popleft())
+        self._close_discarded()
         if self.selective is not None:
             self._own(self.selective, sequences, batch, sequences.lengths[layer] + new)
         if sequences not in self._open:
-            self._start(sequences, batch)
+            self.start(sequences, batch)
         tokens = self.geometry.page_tokens
         length = sequences.lengths[layer]
         past, offset = divmod(length, tokens)
@@ -154,7 +153,14 @@ class PageManager:
         with self.tiers.changed:
             return self.directory.new_blocks(count)
 
-    def _start(self, sequences: Sequences, batch: int) -> None:
+    def start(self, sequences: Sequences, batch: int) -> None:
+        """Make `sequences`, new ones, an empty batch: only their tails take frames.
+
+        Raises:
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room for the tails.
+        """
+        self._check_open()
+        self._close_discarded()
         sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
@@ -320,6 +326,10 @@ class PageManager:
     def discard(self, sequences: Sequences) -> None:
         """Close sequences from a finalizer: any thread, any moment; done at the next append."""
         self._discarded.append(sequences)
+
+    def _close_discarded(self) -> None:
+        while self._discarded:
+            self.close_sequences(self._discarded.popleft())
 
     def close(self) -> None:
         """Wait for all copies, drop this session's pages, give back all memory."""

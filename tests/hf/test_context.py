@@ -18,6 +18,7 @@ from tests.paging_helpers import budgets
 from tierkv import cli
 from tierkv.errors import ColdReadError, ConfigError, DiskBudgetError, UnsupportedModelError
 from tierkv.hf.fingerprint import fingerprint
+from tierkv.paging import manifest
 from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
@@ -64,6 +65,21 @@ def test_shared_pages_are_written_once(tmp_path: Path) -> None:
             assert context.tokens == 160
         assert wrapped.forget("two") == 3 * 10
         assert not list(wrapped.manager.cold.keys(KEPT_PREFIX))
+
+
+def test_a_restore_is_a_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is evicted first is what was not used for longest, not what is oldest."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped:
+        with wrapped.open("book") as context:
+            context.append(ids)
+            context.save()
+        cold = wrapped.manager.cold
+        kept, _ = manifest.find(cold, "book")
+        assert (kept.dtype, kept.messages) == ("float32", None)
+        monkeypatch.setattr(manifest.time, "time", lambda: 5e9)
+        wrapped.open("book").close()
+        assert manifest.last_used(cold, "book", kept) == 5e9
 
 
 def test_edit_and_rewind_keep_the_common_prefix(tmp_path: Path) -> None:

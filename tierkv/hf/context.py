@@ -27,6 +27,7 @@ class Context:
         ids: ``[1, tokens]`` all tokens of the context, on the model's device. The last one may
             not have been computed yet.
         restored_tokens: tokens that came from the store instead of a forward pass.
+        messages: the conversation, if the context is a chat; saved with it.
 
     Raises:
         ConfigError: the name cannot be used, or there is no store to save it in.
@@ -37,6 +38,7 @@ class Context:
         self.model, self.name = model, name
         self.cache: TierCache = model.cache() if cache is None else cache
         self.restored_tokens = 0
+        self.messages: list[dict[str, str | int]] | None = None
         if self.cache.tiered_in_part:
             raise UnsupportedModelError(
                 f"{type(model.hf_model).__name__} has layers with bounded state of their own "
@@ -68,9 +70,9 @@ class Context:
                 the store is untouched.
             ConfigError: it was saved by another model or with other pages.
         """
-        found = None
-        if self.name is not None:
-            found = manifest.read(saved.store_of(self._manager), self.name)
+        if self.name is None:
+            return False
+        found = manifest.read(saved.store_of(self._manager), self.name)
         if found is None:
             return False
         kept, ids = found
@@ -86,7 +88,8 @@ class Context:
         self.cache.reset()
         saved.restore(self._manager, self.cache.sequences, keys, kept.held)
         self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
-        self.restored_tokens = kept.held
+        self.restored_tokens, self.messages = kept.held, kept.messages
+        manifest.touch(saved.store_of(self._manager), self.name)
         return True
 
     def save(self) -> int:
@@ -106,6 +109,7 @@ class Context:
             root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
             page_tokens=geometry.page_tokens, layers=geometry.layers,
             frame_bytes=geometry.frame_bytes, created=time.time(),
+            dtype=str(geometry.dtype).removeprefix("torch."), messages=self.messages,
         )  # fmt: skip
         written = 0
         if kept.held:

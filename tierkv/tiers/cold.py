@@ -310,12 +310,11 @@ class ColdStore(Metadata):
                 records[key] = record.pack(key)
             with self._writing_payloads():
                 self._own.write(positions, views, durable=self._durable)
-            counter = {COUNTER_NAME: self.writes.packed_after(num_bytes)}
-            replaced = self._catalogue.put_many(records, counter)
+            self.writes.add(num_bytes)
+            replaced = self._catalogue.put_many(records, {COUNTER_NAME: self.writes.packed()})
         except BaseException:
             self._give_back(positions, records)
             raise
-        self.writes.add(num_bytes)
         self._payloads.free(replaced)
 
     def _stored_counter(self) -> bytes | None:

@@ -19,11 +19,11 @@ _DAY_SECONDS = 86400
 class DailyWrites:
     """Bytes of page frames written since midnight UTC, by every process that owned the store.
 
-    The counter is kept in the transaction that makes pages visible. Frames of a write that failed
-    before that are not in it, nor is the catalogue itself.
+    The counter is kept in the transaction that makes pages visible, so a batch that failed there
+    joins it with the next one, in this process. The catalogue's own writes are not in it.
 
     Args:
-        stored: the counter as `packed_after` gave it, or None.
+        stored: the counter as `packed` gave it, or None.
         per_day: bytes allowed; None for no limit.
         clock: returns seconds since 1970.
     """
@@ -48,9 +48,9 @@ class DailyWrites:
                 f"(raise it, or wait for midnight UTC)"
             )
 
-    def packed_after(self, num_bytes: int) -> bytes:
-        """Return the counter as it will be after that many more bytes."""
-        return _COUNTER.pack(self._now(), self.today + num_bytes)
+    def packed(self) -> bytes:
+        """Return the counter as the catalogue keeps it."""
+        return _COUNTER.pack(self._now(), self.today)
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that were written."""

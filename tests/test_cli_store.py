@@ -1,0 +1,126 @@
+"""``tierkv store``: what each action prints, changes, and returns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paging.store_helpers import contents, save, tokens
+from tests.paging.test_collect import spoil
+from tests.tiers.cold_helpers import FRAME, extent_path, open_store, put
+from tierkv.cli import main
+from tierkv.paging.keys import KEPT_PREFIX
+
+Store = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A store with two contexts that share their first page, and a page that nobody names."""
+    with open_store(tmp_path / "s") as cold:
+        save(cold, "book", tokens(40))
+        save(cold, "note", tokens(32, changed=16))
+        put(cold, KEPT_PREFIX + b"nobody")
+    return tmp_path / "s"
+
+
+@pytest.fixture
+def run(place: Path, capsys: pytest.CaptureFixture[str]) -> Store:
+    def run(action: str, *argv: str, store: Path = place) -> tuple[int, str]:
+        code = main(["store", action, *argv, "--store", str(store)])
+        out, err = capsys.readouterr()
+        return code, out or err
+
+    return run
+
+
+def as_json(result: tuple[int, str]) -> Any:
+    return json.loads(result[1])
+
+
+def test_ls(run: Store) -> None:
+    report = as_json(run("ls", "--json"))
+    assert [row["name"] for row in report["contexts"]] == ["book", "note"]
+    assert report["pages"] == 9
+    assert report["written_today_bytes"] == 9 * FRAME
+    assert "2 contexts, 9 pages" in run("ls")[1]
+
+
+def test_inspect(run: Store, tiny_model_dir: Path) -> None:
+    report = as_json(run("inspect", "book", "--json"))
+    assert {key: report[key] for key in ("tokens", "pages", "shared_pages", "missing_pages")} == {
+        "tokens": 40, "pages": 6, "shared_pages": 2, "missing_pages": 0,
+    }  # fmt: skip
+    assert report["bytes"] == 6 * FRAME
+    assert (report["model"], report["dtype"]) == ("TestModel", "float32")
+    assert report["first_ids"] == list(range(8))
+    assert report["last_ids"] == list(range(32, 40))
+    code, text = run("inspect", "note", "--model", str(tiny_model_dir))
+    assert code == 0
+    assert "first text     '<pad><s></s>" in text
+    assert "root key       abab" in text
+    assert run("inspect", "nothing")[0] == 2
+
+
+def test_verify_and_repair(run: Store, place: Path) -> None:
+    """It reads every record; repair drops exactly the bad ones."""
+    with open_store(place) as cold:
+        spoil(cold, "context/note")
+    with extent_path(cold).open("r+b") as file:
+        file.write(b"\xff")  # some page of "book"
+    pages, names = contents(place)
+    report = as_json(run("verify", "--json"))
+    assert contents(place) == (pages, names), "verify alone changes nothing"
+    (bad,) = report["bad"]
+    assert "bad_checksum" in bad["reason"]
+    assert [row["name"] for row in report["bad_metadata"]] == ["context/note"]
+    assert (report["whole"], report["incomplete"]) == (8, {"book": 1})
+    code, text = run("verify")
+    assert code == 1
+    assert "context 'book' lacks 1 pages and cannot be resumed" in text
+    code, text = run("verify", "--repair")
+    assert code == 1, "a context cannot be resumed any more"
+    assert text.count("dropped: ") == 2
+    after = contents(place)
+    assert set(pages) - set(after[0]) == {bytes.fromhex(bad["key"])}
+    assert set(names) - set(after[1]) == {"context/note"}
+    run("rm", "book")
+    assert run("verify") == (0, "3 pages are whole, 0 are bad\n")
+
+
+def test_gc(run: Store, place: Path) -> None:
+    report = as_json(run("gc", "--json"))
+    assert (report["unnamed_pages"], report["dropped_bytes"]) == (1, FRAME)
+    code, text = run("gc", "--max-bytes", "0")
+    assert code == 1, "the goal was not reached"
+    assert "kept without --include-saved: book, note" in text
+    assert "32 KiB more than --max-bytes 0 B are left" in text
+    code, text = run("gc", "--older-than", "7d", "--include-saved")
+    assert (code, text.count("evicted")) == (0, 0)
+    code, text = run("gc", "--max-bytes", "5 KiB", "--include-saved")
+    assert code == 0
+    assert "evicted context 'book': 4 pages" in text
+    assert contents(place) == ([], [])
+    assert not list((place / "extents").iterdir()), "the space is the file system's again"
+    assert run("gc", "--include-saved")[0] == 2
+    assert "--older-than must be an age such as 45s" in run("gc", "--older-than", "7")[1]
+
+
+def test_export_and_import(run: Store, place: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "book.tkv")
+    assert run("export", "book", file)[0] == 0
+    other = tmp_path / "other"
+    code, text = run("import", file, store=other)
+    assert (code, text) == (0, "book: 40 tokens, 6 pages, 6 of them new\n")
+    assert run("import", file, store=other)[0] == 2
+    assert run("import", file, "--name", "copy", store=other)[1].endswith("0 of them new\n")
+    assert run("import", file, "--force", store=other)[0] == 0
+    assert run("verify", store=other) == (0, "6 pages are whole, 0 are bad\n")
+    Path(file).write_bytes(Path(file).read_bytes()[:-1])
+    code, text = run("import", file, "--force", store=place)
+    assert code == 2
+    assert "cut off or damaged" in text

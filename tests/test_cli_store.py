@@ -124,3 +124,37 @@ def test_export_and_import(run: Store, place: Path, tmp_path: Path) -> None:
     code, text = run("import", file, "--force", store=place)
     assert code == 2
     assert "cut off or damaged" in text
+
+
+def test_explain(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hits of a saved prompt, the texts where another one parts from it, and other settings."""
+    text = "The bell rings when the wind is against the stream. " * 3
+    common = ["--model", str(tiny_model_dir), "--store", str(tmp_path), "--page-tokens", "16"]
+    assert main(["generate", *common, "--prompt", text + "One?", "--save", "bell",
+                 "--max-new-tokens", "3"]) == 0  # fmt: skip
+    capsys.readouterr()
+
+    def explain(*more: str) -> tuple[Any, str]:
+        assert main(["store", "explain", *common, *more]) == 0
+        shown = capsys.readouterr().out
+        assert main(["store", "explain", *common, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out), shown
+
+    report, shown = explain("--prompt", text + "Two?")
+    assert report["hit_pages"] == len(f"<s>user: {text}") // 16
+    assert report["difference"]["name"] == "bell"
+    assert report["difference"]["saved_text"].startswith("stream. One?")
+    assert report["difference"]["prompt_text"].startswith("stream. Two?")
+    assert report["resume_tokens"] == report["difference"]["token"]
+    assert {page["tier"] for page in report["pages"]} == {"cold", None}
+    assert f"pages 0-{report['hit_pages'] - 1} (tokens 0-" in shown
+    assert "differs from 'bell' at token" in shown
+    assert "prompt: 'stream. Two?" in shown
+    assert f"--resume bell takes {report['resume_tokens']} of" in shown
+    report, shown = explain("--prompt", text + "One?", "--no-chat")
+    assert "with another chat template, or without one" in shown
+    report, shown = explain("--prompt", text + "One?", "--dtype", "bfloat16")
+    assert "in another dtype (float32, not bfloat16)" in shown
+    report, shown = explain("--prompt", text + "One?", "--page-tokens", "32")
+    assert "with other pages (16 tokens, not 32)" in shown
+    assert "no saved context begins like this prompt" in shown

@@ -177,6 +177,21 @@ def add_store_commands(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="replace a context of that name")
     add("--disk-budget", default=format_bytes(Config().disk_budget), metavar="SIZE",
         help=f"{_HELP['disk_budget'][1]} (default: %(default)s)")  # fmt: skip
+    why = actions.add_parser("explain", help="say which pages of a prompt are stored, or why not")
+    add_prompt_flags(why)
+    add_setting_flags(why)
+    why.add_argument("--json", action="store_true", help="print one JSON object instead")
+    why.set_defaults(run=_explain)
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the model is to read."""
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="document to read; - is standard input"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt, put after the document if there is one"
+    )
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -200,12 +215,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="read a prompt, stream an answer")
-    generate.add_argument(
-        "--prompt-file", metavar="FILE", help="document to read; - is standard input"
-    )
-    generate.add_argument(
-        "--prompt", metavar="TEXT", help="the prompt, put after the document if there is one"
-    )
+    add_prompt_flags(generate)
     add_setting_flags(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
     generate.add_argument(
@@ -286,6 +296,13 @@ def _store(args: argparse.Namespace) -> int:
     from tierkv.cli_store import store  # torch, only when needed
 
     return store(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from tierkv.cli_explain import explain_store  # torch and transformers, only when needed
+
+    return explain_store(args, settings)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -112,7 +112,7 @@ def peak_memory() -> dict[str, int | None]:
 
 
 def print_report(run: Any, memory: dict[str, int | None], store: str | None) -> None:
-    """Print the statistics of a `tierkv.cli_generate.Run` as tables on stderr."""
+    """Print the statistics of a `tierkv.cli_stream.Run` as tables on stderr."""
     console = Console(stderr=True, highlight=False)
     summary = Table(title="run", title_justify="left", show_header=False)
     summary.add_column()

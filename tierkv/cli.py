@@ -226,6 +226,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
 
+    chat = commands.add_parser("chat", help="talk to a model, a line at a time; /help inside")
+    chat.add_argument("--name", metavar="NAME", help="chat to go on with, or to begin and keep")
+    chat.add_argument("--system", metavar="TEXT", help="system message of a new chat")
+    add_setting_flags(chat)
+    chat.set_defaults(run=_chat)
+
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.add_argument("--store", metavar="DIR", help="directory to check for the cold tier")
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -278,6 +284,13 @@ def _generate(args: argparse.Namespace) -> int:
         settings, args.prompt_file, args.prompt, as_json=args.json, save=args.save,
         resume=args.resume,
     )  # fmt: skip
+
+
+def _chat(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from tierkv.cli_chat import chat  # torch and transformers, only when needed
+
+    return chat(settings, args.name, args.system)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -121,7 +121,12 @@ def print_report(run: Any, memory: dict[str, int | None], store: str | None) -> 
         summary.add_row(name, value)
     console.print(summary)
     if "tiers" in run.stats:
-        console.print(_tier_table(run.stats, store))
+        print_tiers(run.stats, store)
+
+
+def print_tiers(stats: dict[str, Any], store: str | None) -> None:
+    """Print pages, bytes, budget and hits of each tier as a table on stderr."""
+    Console(stderr=True, highlight=False).print(_tier_table(stats, store))
 
 
 def _summary(run: Any, memory: dict[str, int | None]) -> list[tuple[str, str]]:

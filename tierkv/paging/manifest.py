@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -47,17 +48,22 @@ class Manifest:
         return {page_key(block, layer) for block in blocks for layer in range(self.layers)}
 
 
-def write(cold: ColdStore, name: str, manifest: Manifest, ids: Tokens) -> None:
+def write(
+    cold: ColdStore, name: str, manifest: Manifest, ids: Tokens, in_use: Iterable[bytes] = ()
+) -> None:
     """Store a manifest and its token ids.
 
     One of that name is replaced, and pages that only it used are dropped.
+
+    Args:
+        in_use: keys of page positions that open contexts read from the store; never dropped.
     """
     former = read(cold, name)
     header = json.dumps({"version": VERSION, **asdict(manifest)}, sort_keys=True).encode()
     packed = zstandard.ZstdCompressor().compress(ids.astype("<i8").tobytes())
     cold.meta_put(META_PREFIX + name, struct.pack(">I", len(header)) + header + packed)
     if former is not None:
-        _drop_unshared(cold, *former)
+        _drop_unshared(cold, *former, in_use)
 
 
 def read(cold: ColdStore, name: str) -> tuple[Manifest, Tokens] | None:
@@ -86,8 +92,11 @@ def names(cold: ColdStore) -> list[str]:
     return [name.removeprefix(META_PREFIX) for name in cold.meta_names(META_PREFIX)]
 
 
-def forget(cold: ColdStore, name: str) -> int:
+def forget(cold: ColdStore, name: str, in_use: Iterable[bytes] = ()) -> int:
     """Delete a saved context and the pages that no other one shares; return how many pages.
+
+    Args:
+        in_use: keys of page positions that open contexts read from the store; never dropped.
 
     Raises:
         ConfigError: there is none of that name; names those there are.
@@ -96,12 +105,15 @@ def forget(cold: ColdStore, name: str) -> int:
     if found is None:
         raise ConfigError(f"no context {name!r} in the store; saved: {', '.join(names(cold))}")
     cold.meta_delete(META_PREFIX + name)
-    return _drop_unshared(cold, *found)
+    return _drop_unshared(cold, *found, in_use)
 
 
-def _drop_unshared(cold: ColdStore, manifest: Manifest, ids: Tokens) -> int:
-    """Drop the pages of a manifest that is gone, but those that others name."""
+def _drop_unshared(
+    cold: ColdStore, manifest: Manifest, ids: Tokens, in_use: Iterable[bytes]
+) -> int:
+    """Drop the pages of a manifest that is gone, but those that others name or read."""
     keys = manifest.page_keys(ids)
+    keys -= {page_key(block, layer) for block in in_use for layer in range(manifest.layers)}
     for name in names(cold):
         found = read(cold, name)
         if found is not None and found[0].root == manifest.root:

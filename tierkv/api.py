@@ -15,6 +15,7 @@ import torch
 from tierkv.config import Config
 from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
+from tierkv.hf import reuse
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
 from tierkv.hf.context import Context
@@ -62,6 +63,12 @@ class TieredModel:
             detach(hf_model, former)
             raise
         self._former, self._text_config = former, text
+        if config.prefix_cache and (self.manager is None or self.cache().tiered_in_part):
+            self.close()
+            raise UnsupportedModelError(
+                f"{type(hf_model).__name__} has layers with bounded state of their own (windows, "
+                f"recurrence), which is not in pages: prefix_cache cannot be used with it"
+            )
 
     def _make_manager(self, geometry: Any, device: torch.device) -> PageManager | None:
         if geometry is None:
@@ -89,6 +96,7 @@ class TieredModel:
                 cold=cold,
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
+                prefix_cache=config.prefix_cache,
             )
         except BaseException:
             if cold is not None:
@@ -140,13 +148,15 @@ class TieredModel:
     def forget(self, name: str) -> int:
         """Delete a saved context and the pages that no other one shares; return how many pages.
 
+        Pages that an open context still reads from the store stay there, without a name.
+
         Raises:
             ConfigError: there is none of that name.
         """
         self._check_open()
         if self.manager is None:
             raise ConfigError(f"no context {name!r}: this model has no pages")
-        return manifest.forget(store_of(self.manager), name)
+        return manifest.forget(store_of(self.manager), name, self.manager.directory.saved.values())
 
     def cache_argument(self) -> str:
         """Return what the model calls its cache: ``past_key_values``, or ``cache`` from 5.24."""
@@ -163,6 +173,8 @@ class TieredModel:
         """Run a prompt into a cache in chunks; see `tierkv.prefill`."""
         self._check_open()
         self._check_own(tier_cache)
+        if self.config.prefix_cache:
+            reuse.begin(tier_cache, input_ids, attention_mask, input_ids.shape[1] - 1)
         start, before = time.perf_counter(), tier_cache.get_seq_length()
         output = hf_prefill.prefill(
             self.hf_model,
@@ -176,6 +188,8 @@ class TieredModel:
             torch.cuda.synchronize(input_ids.device)
         self._prefilled["tokens"] += tier_cache.get_seq_length() - before
         self._prefilled["seconds"] += time.perf_counter() - start
+        if self.config.prefix_cache:
+            reuse.keep(tier_cache, input_ids, attention_mask)
         return output
 
     def generate(
@@ -213,13 +227,16 @@ class TieredModel:
             graph = self._graph(input_ids, mask, tier_cache, kwargs)
             replays = nullcontext() if graph is None else replayed(self.hf_model, graph)
             with only_new_tokens(self.hf_model, tier_cache), replays:
-                return self.hf_model.generate(
+                output = self.hf_model.generate(
                     input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
                 )
         except BaseException:
             if not given:
                 tier_cache.close()
             raise
+        if self.config.prefix_cache and (self._setting(kwargs, "num_beams") or 1) == 1:
+            reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
+        return output
 
     def _graph(
         self,
@@ -288,6 +305,8 @@ class TieredModel:
         )
         prompt, visible = input_ids[:, :-1], mask[:, :-1]
         fresh = tier_cache.get_seq_length() == 0
+        if self.config.prefix_cache:
+            reuse.begin(tier_cache, input_ids, mask, prompt.shape[1])
         if not prompt.shape[1] or tier_cache.get_seq_length() > prompt.shape[1]:
             return
         late = fresh and copies > 1 and not any(tier_cache.is_linear)

@@ -51,6 +51,7 @@ _HELP = {
     "dense_layers": ("N", "first layers, which stay exact"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
+    "prefix_cache": ("", "begin new requests with pages of finished ones"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
     "max_new_tokens": ("N", "tokens to generate at most"),

@@ -104,6 +104,7 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     cuda_graph: bool | None = None
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -131,6 +132,13 @@ class Config:
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be true or false, got {self.prefix_cache!r}")
+        if self.prefix_cache and self.attention == "selective":
+            raise ConfigError(
+                "prefix_cache cannot be combined with attention='selective', which keeps "
+                "summaries of one context only"
+            )
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

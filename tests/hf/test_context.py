@@ -20,6 +20,7 @@ from tierkv.errors import ColdReadError, ConfigError, DiskBudgetError, Unsupport
 from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import manifest
 from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
+from tierkv.paging.tierset import SESSION_PREFIX
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
 
@@ -138,6 +139,87 @@ def test_a_full_disk_leaves_the_store_as_it_was(
             context.save()
         assert not list(cold.keys(KEPT_PREFIX))
         assert wrapped.saved() == []
+
+
+def test_restored_pages_are_not_written_again(tmp_path: Path) -> None:
+    """Pages that sank to disk after a restore were written a second time, under session keys."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    settings = budgets("minimum", model("llama"), tmp_path, page_tokens=16, rows=2)
+    with tierkv.wrap(model("llama"), **settings) as wrapped:
+        cold = wrapped.manager.cold
+        with wrapped.open("book") as context, context.fork() as twin:
+            assert cold.counters["pages_written"] == 0
+            assert wrapped.manager.directory.cold.sum() == 3 * 9  # whole pages, by reference
+            assert context.generate(**NEW).tolist() == want.tolist()
+            assert twin.generate(**NEW).tolist() == want.tolist()
+        assert cold.counters["pages_written"] == 2 * 3  # each filled its own tail
+        assert not list(cold.keys(SESSION_PREFIX))
+        assert len(list(cold.keys(KEPT_PREFIX))) == 3 * 10, "a page was dropped from the store"
+
+
+def test_hot_pages_of_the_store_leave_without_a_write(tmp_path: Path) -> None:
+    """Frames that tails need are freed by a drop when their pages are on disk already."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        assert (wrapped.manager.directory.hot >= 0).sum() == 3 * 2
+        twins = [context.fork(), context.fork()]
+        stats = wrapped.stats()
+        assert stats["pages_demoted"] == 3 * 2
+        assert stats["moved_bytes"]["hot_to_warm"] == 0
+        for one in (context, *twins):
+            assert one.generate(**NEW).tolist() == want.tolist()
+
+
+def test_pages_in_use_survive_their_name(tmp_path: Path) -> None:
+    """Forgetting what an open context reads from the store must not take its pages away."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        assert wrapped.forget("book") == 3  # the tail's pages were copied
+        assert context.generate(**NEW).tolist() == want.tolist()
+        context.save()
+        context.edit(20, ids[:, :5])
+        context.save()
+        assert wrapped.saved() == ["book"]
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        assert context.tokens == 25
+
+
+def test_a_failed_restore_leaves_the_context_as_it_was(tmp_path: Path) -> None:
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        context.append(ids[:, :7])
+        want = context.generate(**NEW)
+        context.rewind(context.ids[:, :158])
+        cold, before = wrapped.manager.cold, wrapped.manager.directory.live
+        read, failures = cold.read_into, []
+
+        def failing(keys: Any, buffers: Any) -> None:
+            failures.append(1)
+            if len(failures) == 2:
+                raise ColdReadError("a bad sector")
+            read(keys, buffers)
+
+        cold.read_into = failing
+        with pytest.raises(ColdReadError, match="a bad sector"):
+            context.restore()
+        cold.read_into = read
+        assert wrapped.manager.directory.live == before
+        context.ids = context.ids[:, :157]
+        assert context.generate(**NEW).tolist() == want.tolist()
 
 
 def test_keys_are_the_same_in_every_process() -> None:

@@ -140,6 +140,7 @@ class TierCache(Cache):
     def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
         layers = stock_layers(config)
         self.manager, self._config = manager, config
+        self.known: torch.Tensor | None = None  # [batch, n] ids of its first tokens, if sure
         self.graph: Any = None  # the captured decode step, if there is one
         self.captured: CapturedLookups | None = None  # set while a step is captured
         self._unread: tuple[int, int] | None = None  # (tiered layer, tokens) awaiting attention
@@ -237,6 +238,7 @@ class TierCache(Cache):
             raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
             crop(self.live_manager(), self.sequences, length)
+            self._forget_known(length)
         self._unread = None
         for layer in longer:
             layer.crop(length - layer.get_seq_length())
@@ -249,6 +251,11 @@ class TierCache(Cache):
         super().crop(count)  # refuses before anything is cut
         if self.manager is not None and count:
             crop(self.live_manager(), self.sequences, max(length + count, 0))
+            self._forget_known(max(length + count, 0))
+
+    def _forget_known(self, length: int) -> None:
+        if self.known is not None:
+            self.known = self.known[:, :length]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Permute the batch for beam search: block tables change, only tails are copied."""
@@ -268,6 +275,8 @@ class TierCache(Cache):
     def _remap(self, rows: Any) -> None:
         if self.manager is not None:
             remap(self.live_manager(), self.sequences, rows.astype(np.int64))
+        if self.known is not None:
+            self.known = self.known[torch.as_tensor(rows, device=self.known.device)]
 
     def fork(self) -> TierCache:
         """Return a cache of its own with the same tokens; it shares all sealed pages.
@@ -282,6 +291,7 @@ class TierCache(Cache):
         twin = TierCache(self._config, self.manager)
         if self.manager is not None:
             twin.sequences = fork(self.live_manager(), self.sequences)
+        twin.known = self.known
         return twin
 
     def live_manager(self) -> PageManager:
@@ -302,7 +312,7 @@ class TierCache(Cache):
     def close(self) -> None:
         """Release every page. The cache is empty afterwards and may be used again."""
         forget_pending()
-        self._unread = self.graph = None
+        self._unread = self.graph = self.known = None
         if self.manager is not None:
             self.manager.close_sequences(self.sequences)
         self.sequences = Sequences(len(self.tiered))

@@ -15,6 +15,7 @@ from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import manifest, saved
 from tierkv.paging.keys import root_key
 from tierkv.paging.manifest import Manifest
+from tierkv.paging.sequences import Sequences
 
 MAX_NAME = 200
 
@@ -66,8 +67,9 @@ class Context:
         """Bring back what was saved under the name; return whether there was anything.
 
         Raises:
-            ColdReadError: pages are missing or damaged; the context is empty, and what else is in
-                the store is untouched.
+            ColdReadError: pages are missing or damaged; the context is what it was before, and
+                what else is in the store is untouched. Pages that stay on disk because nothing
+                above has room for them are checked when they are read.
             ConfigError: it was saved by another model or with other pages.
         """
         if self.name is None:
@@ -85,11 +87,14 @@ class Context:
         gone = saved.missing(self._manager, keys)
         if gone:
             raise ColdReadError(f"{gone} pages of context {self.name!r} are not in the store")
-        self.cache.reset()
-        saved.restore(self._manager, self.cache.sequences, keys, kept.held)
-        self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
-        self.restored_tokens, self.messages = kept.held, kept.messages
         manifest.touch(saved.store_of(self._manager), self.name)
+        sequences = Sequences(self._manager.geometry.layers)
+        saved.restore(self._manager, sequences, keys, kept.held)
+        self.cache.reset()
+        self.cache.sequences = sequences
+        self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
+        self.cache.known = self.ids[:, : kept.held]
+        self.restored_tokens, self.messages = kept.held, kept.messages
         return True
 
     def save(self) -> int:
@@ -114,7 +119,7 @@ class Context:
         written = 0
         if kept.held:
             written = saved.save(self._manager, self.cache.sequences, kept.block_keys(ids))
-        manifest.write(store, self.name, kept, ids)
+        manifest.write(store, self.name, kept, ids, self._manager.directory.saved.values())
         return written
 
     def fork(self, name: str | None = None) -> Context:

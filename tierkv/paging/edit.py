@@ -38,7 +38,7 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     shared = before[rows, :past]
     manager.directory.retain(shared)
     sequences.batch, sequences.tails = new, tails
-    sequences.blocks = np.concatenate([shared, _fresh_tails(manager, new, offset)], axis=1)
+    sequences.blocks = np.concatenate([shared, fresh_tails(manager, new, offset)], axis=1)
     sequences.changed()
     manager.release(before)
 
@@ -64,7 +64,7 @@ def fork(manager: PageManager, sequences: Sequences) -> Sequences:
             _copy_frames(arena, sequences.tails[layer], twin.tails[layer])
     shared = sequences.blocks[:, :past]
     manager.directory.retain(shared)
-    twin.blocks = np.concatenate([shared, _fresh_tails(manager, twin.batch, offset)], axis=1)
+    twin.blocks = np.concatenate([shared, fresh_tails(manager, twin.batch, offset)], axis=1)
     twin.lengths = list(sequences.lengths)
     return twin
 
@@ -90,7 +90,7 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     tokens = manager.geometry.page_tokens
     keep, offset = divmod(length, tokens)
     cut = {
-        layer: _read_page(manager, sequences, layer, keep)
+        layer: read_pages(manager, layer, sequences.blocks[:, keep])
         for layer, now in enumerate(sequences.lengths)
         if offset and now // tokens > keep
     }
@@ -100,7 +100,7 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
         manager.hot.arenas[layer].v_frames.index_copy_(1, tails, v)
     before = sequences.blocks.copy()
     sequences.blocks = np.concatenate(
-        [before[:, :keep], _fresh_tails(manager, sequences.batch, offset)], axis=1
+        [before[:, :keep], fresh_tails(manager, sequences.batch, offset)], axis=1
     )
     sequences.lengths = [min(now, length) for now in sequences.lengths]
     sequences.changed()
@@ -118,23 +118,27 @@ def _restore_recent(
         return
     for layer in filter(state.spec.selects, range(manager.geometry.layers)):
         for position in range(max(pages - state.spec.recent_pages - 1, 0), pages):
-            k, v = _read_page(manager, sequences, layer, position)
+            k, v = read_pages(manager, layer, sequences.blocks[:, position])
             state.keep_recent(position, k, v, manager.hot.arenas[layer])
 
 
-def _fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:
+def fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:
     """Return new blocks ``[batch, 1]`` for tails that hold tokens, else ``[batch, 0]``."""
     count = 1 if offset else 0
     return manager.new_blocks(batch * count).reshape(batch, count)
 
 
-def _read_page(
-    manager: PageManager, sequences: Sequences, layer: int, position: int
+def read_pages(
+    manager: PageManager, layer: int, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy one sealed page position of every sequence: ``[kv_heads, batch, page_tokens, dim]``."""
+    """Copy pages of one layer, ``[n]`` blocks, from any tier: ``[kv_heads, n, page_tokens, dim]``.
+
+    Raises:
+        ColdReadError: a page could not be read from disk.
+    """
     page = Sequences(manager.geometry.layers)
-    page.batch = sequences.batch
-    page.blocks = sequences.blocks[:, position : position + 1]
+    page.batch = len(blocks)
+    page.blocks = blocks[:, None]
     plan = make_plan(
         page,
         layer,

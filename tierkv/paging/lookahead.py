@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,22 +102,40 @@ class Lookahead:
         for index, staged in enumerate(plan.staged):
             if not (self._queue and self._queue[0].fetch.same(staged.fetch)):
                 self._restart(sequences, layer, [part.fetch for part in plan.staged[index:]])
-            self._advance()
-            ticket = self._queue.popleft()
-            try:
-                self._wait(ticket)
-                assert ticket.buffer is not None
-                source = ticket.sources
-                arena, free = self._transfer.open_staging(ticket.buffer, source.spans, source.hot)
-                if free:
-                    self._finish(ticket)
-                    self._advance()
+            with self._next_arena() as arena:
                 yield staged, arena
-            finally:
-                self._finish(ticket)
             self._advance()
         if not plan.staged:
             self._advance()
+
+    def run(self, fetches: list[Fetch]) -> Iterator[tuple[Fetch, Arena]]:
+        """Yield these pages and no others, in order, each valid until the next is asked for.
+
+        Raises:
+            ColdReadError: a page could not be read from disk.
+        """
+        self.cancel()
+        self._ahead.extend(fetches)
+        for fetch in fetches:
+            with self._next_arena() as arena:
+                yield fetch, arena
+
+    @contextmanager
+    def _next_arena(self) -> Iterator[Arena]:
+        """Wait for the fetch at the head of the queue; its arena is free again afterwards."""
+        self._advance()
+        ticket = self._queue.popleft()
+        try:
+            self._wait(ticket)
+            assert ticket.buffer is not None
+            source = ticket.sources
+            arena, free = self._transfer.open_staging(ticket.buffer, source.spans, source.hot)
+            if free:
+                self._finish(ticket)
+                self._advance()
+            yield arena
+        finally:
+            self._finish(ticket)
 
     def cancel(self) -> None:
         """Forget all announcements; returns when no copy for them is running any more."""

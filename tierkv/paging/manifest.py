@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -94,16 +94,21 @@ def unpack(name: str, value: bytes) -> tuple[Manifest, Tokens]:
         raise ColdReadError(f"what is saved as {name!r} cannot be read: {error}") from error
 
 
-def write(cold: ColdStore, name: str, manifest: Manifest, ids: Tokens) -> None:
+def write(
+    cold: ColdStore, name: str, manifest: Manifest, ids: Tokens, in_use: Iterable[bytes] = ()
+) -> None:
     """Store a manifest and its token ids.
 
     One of that name is replaced, and pages that only it used are dropped.
+
+    Args:
+        in_use: keys of page positions that open contexts read from the store; never dropped.
     """
     former = read(cold, name)
     cold.meta_put(META_PREFIX + name, pack(manifest, ids))
     touch(cold, name)
     if former is not None:
-        _drop_unshared(cold, *former)
+        _drop_unshared(cold, *former, in_use)
 
 
 def read(cold: ColdStore, name: str) -> tuple[Manifest, Tokens] | None:
@@ -157,8 +162,11 @@ def last_used(cold: ColdStore, name: str, manifest: Manifest) -> float:
     return manifest.created if value is None else float(_TIME.unpack(value)[0])
 
 
-def forget(cold: ColdStore, name: str) -> int:
+def forget(cold: ColdStore, name: str, in_use: Iterable[bytes] = ()) -> int:
     """Delete a saved context and the pages that no other one shares; return how many pages.
+
+    Args:
+        in_use: keys of page positions that open contexts read from the store; never dropped.
 
     Raises:
         ConfigError: there is none of that name; names those there are.
@@ -166,12 +174,15 @@ def forget(cold: ColdStore, name: str) -> int:
     found = find(cold, name)
     cold.meta_delete(META_PREFIX + name)
     cold.meta_delete(USED_PREFIX + name)
-    return _drop_unshared(cold, *found)
+    return _drop_unshared(cold, *found, in_use)
 
 
-def _drop_unshared(cold: ColdStore, manifest: Manifest, ids: Tokens) -> int:
-    """Drop the pages of a manifest that is gone, but those that others name."""
+def _drop_unshared(
+    cold: ColdStore, manifest: Manifest, ids: Tokens, in_use: Iterable[bytes]
+) -> int:
+    """Drop the pages of a manifest that is gone, but those that others name or read."""
     keys = manifest.page_keys(ids)
+    keys -= {page_key(block, layer) for block in in_use for layer in range(manifest.layers)}
     for _, other, other_ids in each(cold):
         if other.root == manifest.root:
             keys -= other.page_keys(other_ids)

@@ -1,7 +1,7 @@
 """Saving the pages of a context under keys of their content, and bringing them back.
 
-A saved page is written once, whoever shares it. Restoring appends what was saved, page by page in
-layer order, with reads running ahead on threads; no forward pass is made.
+A saved page is written once, whoever shares it. Restoring takes what was saved by reference and
+brings it up into free frames, with reads running ahead on threads; no forward pass is made.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from tierkv.errors import ColdReadError, ConfigError
+from tierkv.paging.adopt import adopt, promote, register
 from tierkv.paging.keys import page_key
 from tierkv.paging.lookup import Lookup, Part
 from tierkv.paging.manager import PageManager
@@ -100,12 +101,35 @@ def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:
 def restore(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
 ) -> None:
-    """Append saved pages to an empty sequence.
+    """Make a new sequence hold saved pages.
+
+    As many as there are free frames for are read, straight into place; the others stay where they
+    are on disk, are never written again, and are checked when they are read.
 
     Raises:
         ColdReadError: a page is missing or damaged. The sequence is closed, nothing else changed.
         HotBudgetError, WarmBudgetError, DiskBudgetError: no room, likewise.
     """
+    if manager.selective is not None:
+        _append(manager, sequences, block_keys, tokens)
+        return
+    pages, rest = divmod(tokens, manager.geometry.page_tokens)
+    blocks = register(manager, block_keys)
+    try:
+        adopt(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
+    finally:
+        manager.release(blocks)
+    try:
+        promote(manager, blocks[:pages])
+    except BaseException:
+        manager.close_sequences(sequences)
+        raise
+
+
+def _append(
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
+) -> None:
+    """Append saved pages as a prefill would: selective attention takes note of each."""
     try:
         with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
             for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):

@@ -21,6 +21,7 @@ from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import manifest
 from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
 from tierkv.paging.tierset import SESSION_PREFIX
+from tierkv.tiers.direct_io import aligned_buffer
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
 
@@ -66,6 +67,33 @@ def test_shared_pages_are_written_once(tmp_path: Path) -> None:
             assert context.tokens == 160
         assert wrapped.forget("two") == 3 * 10
         assert not list(wrapped.manager.cold.keys(KEPT_PREFIX))
+
+
+def test_pages_that_nobody_names_make_way(tmp_path: Path) -> None:
+    """A full disk: what a killed save left goes before a save is refused; named pages never do."""
+    ids, _ = prompt("single")
+    place = {"store": str(tmp_path), "disk_budget": "1MiB", "disk_floor": "1MiB"}
+    with tierkv.wrap(model("llama"), page_tokens=16, **place) as wrapped:
+        cold = wrapped.manager.cold
+        with wrapped.open("kept") as context:
+            context.append(ids)
+            context.save()
+        frame = aligned_buffer(cold.frame_bytes)
+        left = [KEPT_PREFIX + bytes([i]) * 34 for i in range(cold.room())]
+        cold.put(left, [frame] * len(left))
+        with wrapped.open("new") as context:
+            context.append(ids.flip(1))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(wrapped.manager.directory, "saved", {-1: b"\0" * 32})
+                assert context.save() == 30
+        assert set(cold.keys(KEPT_PREFIX)) & set(left) == set(left[:1]), "one is being read"
+        wrapped.open("kept").close()
+        with wrapped.open("more") as context:
+            cold.put(left[1 : 1 + cold.room()], [frame] * cold.room())
+            context.append(torch.cat([ids.flip(1)] * 9, dim=1))
+            with pytest.raises(DiskBudgetError):
+                context.save()
+        assert wrapped.saved() == ["kept", "new"]
 
 
 def test_a_restore_is_a_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tierkv.errors import ColdReadError, ConfigError, UnsupportedModelError
+from tierkv.errors import (
+    ColdReadError,
+    ConfigError,
+    DiskBudgetError,
+    UnsupportedModelError,
+    WriteLimitError,
+)
 from tierkv.hf.cache import TierCache
 from tierkv.hf.fingerprint import fingerprint
-from tierkv.paging import manifest, saved
+from tierkv.paging import inventory, manifest, saved
 from tierkv.paging.keys import root_key
 from tierkv.paging.manifest import Manifest
 from tierkv.paging.sequences import Sequences
+from tierkv.tiers.cold import ColdStore
 
 MAX_NAME = 200
 
@@ -117,10 +124,22 @@ class Context:
             dtype=str(geometry.dtype).removeprefix("torch."), messages=self.messages,
         )  # fmt: skip
         written = 0
+        in_use = self._manager.directory.saved.values()
         if kept.held:
-            written = saved.save(self._manager, self.cache.sequences, kept.block_keys(ids))
-        manifest.write(store, self.name, kept, ids, self._manager.directory.saved.values())
+            written = self._write(store, kept.block_keys(ids), in_use)
+        manifest.write(store, self.name, kept, ids, in_use)
         return written
+
+    def _write(self, store: ColdStore, keys: list[bytes], in_use: Iterable[bytes]) -> int:
+        """Save pages; on a full disk those that nobody names or reads make way."""
+        try:
+            return saved.save(self._manager, self.cache.sequences, keys)
+        except WriteLimitError:
+            raise
+        except DiskBudgetError:
+            if not store.drop(inventory.unnamed(store, in_use)):
+                raise
+            return saved.save(self._manager, self.cache.sequences, keys)
 
     def fork(self, name: str | None = None) -> Context:
         """Return a context of its own with the same tokens, to be saved under `name`.

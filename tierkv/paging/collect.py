@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tierkv.errors import ConfigError
 from tierkv.paging import inventory, manifest
+from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
 
 
@@ -36,7 +37,7 @@ def collect(
     older_than: float | None = None,
     include_saved: bool = False,
 ) -> Collected:
-    """Drop unnamed pages; then, if asked to, saved contexts.
+    """Drop unnamed pages; then, if asked to, saved contexts. For a store that no model uses.
 
     Args:
         now: seconds since 1970.
@@ -54,7 +55,7 @@ def collect(
     order = sorted(
         (manifest.last_used(cold, name, kept), name) for name, kept, _ in manifest.each(cold)
     )
-    done.unnamed_pages = cold.drop(inventory.unnamed(cold))
+    done.unnamed_pages = cold.drop([*inventory.unnamed(cold), *cold.keys(SESSION_PREFIX)])
     if max_bytes is not None or older_than is not None:
         oldest = [name for when, name in order if older_than is None or when <= now - older_than]
         for name in oldest:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from tierkv.paging import manifest
-from tierkv.paging.keys import KEPT_PREFIX
-from tierkv.paging.tierset import SESSION_PREFIX
+from tierkv.paging.keys import KEPT_PREFIX, block_of
 from tierkv.tiers.cold import ColdStore
 
 
@@ -19,14 +18,17 @@ def named(cold: ColdStore, *, but: str | None = None) -> set[bytes]:
     return keys
 
 
-def unnamed(cold: ColdStore) -> list[bytes]:
-    """Return the keys of stored pages that no saved context names.
+def unnamed(cold: ColdStore, in_use: Iterable[bytes] = ()) -> list[bytes]:
+    """Return the keys of kept pages that no saved context names.
 
     A save that failed at its last step leaves such pages, and so does a killed process.
+
+    in_use: keys of page positions that open contexts read from the store; left out.
     """
-    keep = named(cold)
-    kept = [key for key in cold.keys(KEPT_PREFIX) if key not in keep]
-    return [*kept, *cold.keys(SESSION_PREFIX)]
+    keep, blocks = named(cold), set(in_use)
+    return [
+        key for key in cold.keys(KEPT_PREFIX) if key not in keep and block_of(key) not in blocks
+    ]
 
 
 def incomplete(

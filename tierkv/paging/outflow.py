@@ -66,8 +66,9 @@ class Outflow:
                 )
             return
         to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
-        if to_disk:
-            self.tiers.cold.writes.check((to_disk + queued) * size)
+        if not to_disk:
+            return
+        self.tiers.cold.writes.check((to_disk + queued) * size)
         margin = -(-CATALOGUE_MARGIN_BYTES // size)
         room = self.tiers.cold.room() - queued - margin
         if to_disk > room:

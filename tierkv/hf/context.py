@@ -85,6 +85,7 @@ class Context:
         if found is None:
             return False
         kept, ids = found
+        self._manager.warm.expect_reads()
         if kept.root != self._root.hex():
             raise ConfigError(
                 f"context {self.name!r} was saved by another model, dtype or page size "

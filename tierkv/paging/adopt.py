@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from contextlib import closing
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from tierkv.paging.edit import fresh_tails, read_pages
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
+from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames, runs
 
 
@@ -90,17 +92,22 @@ def _promote_hot(manager: PageManager, blocks: Blocks) -> None:
     if not fetches:
         return
     manager.placement_epoch += 1
-    for fetch, staged in manager.lookahead.run(fetches):
-        layer, count = fetch.layer, len(fetch.blocks)
-        frames = manager.hot.take(layer, fetch.blocks, count)
-        arena = manager.hot.arenas[layer]
-        for start, stop in runs(frames):
-            target = slice(int(frames[start]), int(frames[stop - 1]) + 1)
-            arena.k_frames[:, target].copy_(staged.k_frames[:, start:stop])
-            arena.v_frames[:, target].copy_(staged.v_frames[:, start:stop])
-        with manager.tiers.changed:
-            manager.directory.hot[fetch.blocks, layer] = frames
-            manager.outflow.leave_home(layer, fetch.blocks)
+    with closing(manager.lookahead.run(fetches)) as arrived:
+        for fetch, staged in arrived:
+            _settle_hot(manager, fetch, staged)
+
+
+def _settle_hot(manager: PageManager, fetch: Fetch, staged: Arena) -> None:
+    """Give staged pages a home in hot memory. Their homes in warm memory are free then."""
+    frames = manager.hot.take(fetch.layer, fetch.blocks, len(fetch.blocks))
+    arena = manager.hot.arenas[fetch.layer]
+    for start, stop in runs(frames):
+        target = slice(int(frames[start]), int(frames[stop - 1]) + 1)
+        arena.k_frames[:, target].copy_(staged.k_frames[:, start:stop])
+        arena.v_frames[:, target].copy_(staged.v_frames[:, start:stop])
+    with manager.tiers.changed:
+        manager.directory.hot[fetch.blocks, fetch.layer] = frames
+        manager.outflow.leave_home(fetch.layer, fetch.blocks)
 
 
 def _promote_warm(manager: PageManager, blocks: Blocks) -> None:

@@ -218,6 +218,12 @@ class ColdStore(Metadata):
         with self._lifetime.using(), self._payloads.lock:
             return self._payloads.stored_bytes()
 
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys that have no record; what the others have is checked when it is read."""
+        with self._lifetime.using():
+            values = self._catalogue.get_many(keys)
+        return [key for key, value in zip(keys, values, strict=True) if value is None]
+
     def __contains__(self, key: bytes) -> bool:
         """Whether a page of our own size is stored under `key` (its payload is not checked)."""
         with self._lifetime.using():

@@ -110,6 +110,19 @@ def test_gc(run: Store, place: Path) -> None:
     assert "--older-than must be an age such as 45s" in run("gc", "--older-than", "7")[1]
 
 
+def test_gc_compacts(run: Store, place: Path) -> None:
+    with open_store(place) as cold:
+        save(cold, "late", tokens(200, changed=0))
+    run("rm", "book")
+    before = extent_path(cold).stat().st_size
+    code, text = run("gc", "--compact")
+    assert code == 0
+    assert "pages to the front of their files" in text
+    assert extent_path(cold).stat().st_size == (4 + 26) * FRAME < before
+    assert run("verify") == (0, "30 pages are whole, 0 are bad\n")
+    assert as_json(run("gc", "--compact", "--json"))["moved_pages"] == 0
+
+
 def test_export_and_import(run: Store, place: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "book.tkv")
     assert run("export", "book", file)[0] == 0

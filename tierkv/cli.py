@@ -170,6 +170,8 @@ def add_store_commands(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", metavar="SIZE", help="come down to this, least recently used first")
     add("--older-than", metavar="AGE", help="only contexts not used for 12h, 7d, 2w ...")
     add("--include-saved", action="store_true", help="saved contexts may go too")
+    add("--compact", action="store_true",
+        help="move pages to the front of their files, so that these shrink (writes)")  # fmt: skip
     action("rm", "delete a saved context and the pages that only it uses", "NAME")
     add = action("export", "write a saved context to one file", "NAME", "FILE")
     add("--force", action="store_true", help="replace the file")

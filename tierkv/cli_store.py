@@ -16,11 +16,13 @@ from tierkv.errors import ConfigError
 from tierkv.paging import archive, inventory, manifest
 from tierkv.paging.collect import collect
 from tierkv.tiers.cold import ColdStore
-from tierkv.tiers.extents import FILE_BYTES
+from tierkv.tiers.extents import FILE_BYTES, frame_sizes
 from tierkv.units import format_bytes, parse_age, parse_bytes
 
 NO_PAGE = FILE_BYTES // 4
 """A frame size that no page has: for tools that read and drop pages of every size."""
+ANY_SIZE = 1 << 40
+"""Disk budget of tools that add no page: it sizes the catalogue's address space."""
 SHOWN_IDS = 8
 """Token ids shown of a context's beginning and end."""
 SHOWN_TEXT = 70
@@ -58,7 +60,7 @@ def opened(
 ) -> Iterator[ColdStore]:
     """Open the store; without limits nothing is written but names and times."""
     directory = store_directory(args, create=bool(limits))
-    limits = limits or {"disk_budget": Config().disk_budget, "free_floor": 0}
+    limits = limits or {"disk_budget": ANY_SIZE, "free_floor": 0}
     with ColdStore(directory, frame_bytes=frame_bytes, **limits) as cold:
         yield cold
 
@@ -156,6 +158,13 @@ def _gc(args: argparse.Namespace) -> int:
     with opened(args) as cold:
         done = collect(cold, now=time.time(), max_bytes=limit, older_than=age,
                        include_saved=args.include_saved)  # fmt: skip
+    moved = 0
+    if args.compact:
+        for size in frame_sizes(Path(store_directory(args)) / "extents"):
+            with opened(args, size) as cold:
+                moved += cold.compact()
+        with opened(args) as cold:
+            done.file_bytes = done.file_bytes[0], cold.used_bytes
     over = 0 if limit is None else max(0, done.stored_bytes[1] - limit)
     if args.json:
         print(json.dumps({
@@ -164,12 +173,14 @@ def _gc(args: argparse.Namespace) -> int:
             "dropped_bytes": done.stored_bytes[0] - done.stored_bytes[1],
             "file_bytes": done.file_bytes[1],
             "freed_bytes": done.file_bytes[0] - done.file_bytes[1],
-            "over_bytes": over,
+            "over_bytes": over, "moved_pages": moved,
         }))  # fmt: skip
         return 1 if over else 0
     print(f"dropped {done.unnamed_pages:,} pages that no context names")
     for name, pages in done.evicted.items():
         print(f"evicted context {name!r}: {pages:,} pages")
+    if args.compact:
+        print(f"moved {moved:,} pages to the front of their files")
     stored, files = map(format_bytes, (done.stored_bytes[1], done.file_bytes[1]))
     freed = format_bytes(done.file_bytes[0] - done.file_bytes[1])
     print(f"pages take {stored} now, files {files}; {freed} were given back to the file system")

@@ -28,7 +28,7 @@ from tierkv.errors import (
 )
 from tierkv.page import SECTOR
 from tierkv.tiers.catalogue import Catalogue
-from tierkv.tiers.direct_io import probe_direct_io
+from tierkv.tiers.direct_io import aligned_buffer, probe_direct_io
 from tierkv.tiers.extents import FILE_BYTES
 from tierkv.tiers.faults import COUNTERS, DAMAGE, BadPagesError, VerifyReport
 from tierkv.tiers.lifetime import Lifetime
@@ -37,6 +37,8 @@ from tierkv.tiers.owner import OwnerLock
 from tierkv.tiers.payloads import Payloads
 from tierkv.tiers.record import BadRecordError, Record, payload_hash
 from tierkv.tiers.wear import COUNTER_NAME, DailyWrites
+
+_MOVE_BYTES = 8 << 20
 
 
 class ColdStore(Metadata):
@@ -201,6 +203,32 @@ class ColdStore(Metadata):
             whole += len(rows) - len(faults)
         return VerifyReport(whole, bad)
 
+    def compact(self) -> int:
+        """Move pages of our own size from the ends of files into free slots before them, and give
+        the ends back to the file system; return how many pages moved.
+
+        Each batch becomes visible as a `put` does. A page that cannot be read stays where it is.
+
+        Raises:
+            WriteLimitError, DiskBudgetError, ColdWriteError: what was moved before stays moved.
+        """
+        moved, size = 0, self.frame_bytes
+        step = max(1, _MOVE_BYTES // size)
+        with self._lifetime.using(), self._writer:
+            with self._payloads.lock:
+                moves = self._payloads.moves()
+            memory = aligned_buffer(min(step, max(1, len(moves))) * size)
+            for start in range(0, len(moves), step):
+                batch = moves[start : start + step]
+                views = [memory[i * size : (i + 1) * size] for i in range(len(batch))]
+                faults, _ = self._payloads.read(size, [key for key, _ in batch], views)
+                whole = [i for i, (key, _) in enumerate(batch) if key not in faults]
+                keys, places = [batch[i][0] for i in whole], [batch[i][1] for i in whole]
+                self._put(keys, [views[i] for i in whole], places)
+                moved += len(whole)
+            self._trim(own=True)
+        return moved
+
     def room(self) -> int:
         """Pages that one `put` of new keys could write now within disk_budget and disk_floor."""
         with self._lifetime.using(), self._payloads.lock:
@@ -303,11 +331,21 @@ class ColdStore(Metadata):
                 f"writing pages to {self.directory} failed: {error}; nothing became visible"
             ) from error
 
-    def _put(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> None:
+    def _put(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Write pages and make them visible; `places` are free positions to use, if it matters."""
         num_bytes = len(keys) * self.frame_bytes
         self.writes.check(num_bytes)
         with self._writing_payloads(), self._payloads.lock:
-            positions = self._payloads.reserve(len(keys))
+            if places is None:
+                positions: Sequence[int] = self._payloads.reserve(len(keys))
+            else:
+                self._payloads.reserve_at(places)
+                positions = places
         records: dict[bytes, bytes] = {}
         try:
             for key, view, position in zip(keys, views, positions, strict=True):

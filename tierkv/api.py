@@ -19,7 +19,14 @@ from tierkv.hf import reuse
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
 from tierkv.hf.cache import TierCache
 from tierkv.hf.context import Context
-from tierkv.hf.generation import only_new_tokens, replayed
+from tierkv.hf.generation import (
+    copies_of,
+    infer_mask,
+    may_lay_out,
+    only_new_tokens,
+    replayed,
+    setting,
+)
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import decode
@@ -174,7 +181,9 @@ class TieredModel:
         self._check_open()
         self._check_own(tier_cache)
         if self.config.prefix_cache:
-            reuse.begin(tier_cache, input_ids, attention_mask, input_ids.shape[1] - 1)
+            reuse.begin(
+                tier_cache, self.hf_model, input_ids, attention_mask, input_ids.shape[1] - 1
+            )
         start, before = time.perf_counter(), tier_cache.get_seq_length()
         output = hf_prefill.prefill(
             self.hf_model,
@@ -221,8 +230,13 @@ class TieredModel:
         self._check_own(tier_cache)
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
-            mask = self._infer_mask(input_ids, kwargs)
+            mask = infer_mask(self.hf_model, input_ids, kwargs)
+        layout = None
         try:
+            if self.config.prefix_cache and not given and may_lay_out(self.hf_model, kwargs):
+                layout = reuse.lay_out(tier_cache, input_ids, mask)
+            if layout is not None:
+                input_ids, mask = layout.ids, layout.mask
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
             graph = self._graph(input_ids, mask, tier_cache, kwargs)
             replays = nullcontext() if graph is None else replayed(self.hf_model, graph)
@@ -234,9 +248,9 @@ class TieredModel:
             if not given:
                 tier_cache.close()
             raise
-        if self.config.prefix_cache and (self._setting(kwargs, "num_beams") or 1) == 1:
+        if self.config.prefix_cache and (setting(self.hf_model, kwargs, "num_beams") or 1) == 1:
             reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
-        return output
+        return output if layout is None else layout.restored(output)
 
     def _graph(
         self,
@@ -259,10 +273,11 @@ class TieredModel:
             )
         ):
             return None
-        copies = max(
-            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        if len(input_ids) * copies > 1 or not bool(mask.all()) or tier_cache.tiered_in_part:
+        if (
+            len(input_ids) * copies_of(self.hf_model, kwargs) > 1
+            or not bool(mask.all())
+            or tier_cache.tiered_in_part
+        ):
             return None
         if tier_cache.graph is None:
             limit = self._text_config.max_position_embeddings
@@ -281,7 +296,7 @@ class TieredModel:
         for name in ("inputs_embeds", "position_ids"):
             if kwargs.get(name) is not None:
                 raise ConfigError(f"generate takes input_ids and attention_mask only, not {name}")
-        if self._setting(kwargs, "use_cache") is False:
+        if setting(self.hf_model, kwargs, "use_cache") is False:
             raise ConfigError("use_cache=False contradicts tierkv, which is a cache")
 
     def _check_own(self, tier_cache: Any) -> None:
@@ -300,13 +315,11 @@ class TieredModel:
         on_prefill: Callable[[int, int], None] | None,
     ) -> None:
         """Prefill all but the last token, once for all beams and samples of a prompt."""
-        copies = max(
-            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
+        copies = copies_of(self.hf_model, kwargs)
         prompt, visible = input_ids[:, :-1], mask[:, :-1]
         fresh = tier_cache.get_seq_length() == 0
         if self.config.prefix_cache:
-            reuse.begin(tier_cache, input_ids, mask, prompt.shape[1])
+            reuse.begin(tier_cache, self.hf_model, input_ids, mask, prompt.shape[1])
         if not prompt.shape[1] or tier_cache.get_seq_length() > prompt.shape[1]:
             return
         late = fresh and copies > 1 and not any(tier_cache.is_linear)
@@ -316,21 +329,6 @@ class TieredModel:
         self.prefill(prompt, tier_cache, attention_mask=visible, on_progress=on_prefill)
         if late:
             tier_cache.batch_repeat_interleave(copies)
-
-    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
-        """Return what transformers will use: an argument, or the given or the model's config."""
-        if name in kwargs:
-            return kwargs[name]
-        value = getattr(kwargs.get("generation_config"), name, None)
-        return getattr(self.hf_model.generation_config, name, None) if value is None else value
-
-    def _infer_mask(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Infer padding as transformers does: pad tokens hide unless they may end the text."""
-        pad, eos = self._setting(kwargs, "pad_token_id"), self._setting(kwargs, "eos_token_id")
-        ends = set(eos if isinstance(eos, list) else [eos])
-        if pad is None or pad in ends:
-            return torch.ones_like(input_ids)
-        return (input_ids != pad).long()
 
     def stats(self) -> dict[str, Any]:
         """Return counters and the state of the tiers, the last one once closed (JSON types)."""

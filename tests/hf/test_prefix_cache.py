@@ -18,8 +18,8 @@ from tierkv.errors import ConfigError, UnsupportedModelError, WarmBudgetError
 NEW = {"max_new_tokens": 12, "do_sample": False}
 
 
-def wrap(name: str, kind: str, store: Path, **more: Any) -> Any:
-    settings = budgets(kind, model(name), store, page_tokens=16, rows=2)
+def wrap(name: str, kind: str, store: Path, rows: int = 2, **more: Any) -> Any:
+    settings = budgets(kind, model(name), store, page_tokens=16, rows=rows)
     return tierkv.wrap(model(name), prefill_chunk=50, prefix_cache=True, **settings | more)
 
 
@@ -117,6 +117,56 @@ def test_a_batch_begins_with_what_all_its_rows_know(tmp_path: Path) -> None:
         assert plain("llama", two[:, :70])[0][70] != two[0, 70]
         assert wrapped.generate(batch, **NEW).tolist() == plain("llama", batch)
         assert wrapped.stats()["prefix"]["reused_tokens"] == 2 * 70
+
+
+@pytest.mark.parametrize("kind", ["hot", "cold", "minimum"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_rows_of_different_length_have_their_own_beginnings(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """A left-padded batch: padding moves behind the pages that each row begins with."""
+    ids = tokens(3, 120, seed=21)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate([0, 37, 101]):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    with wrap(name, kind, tmp_path, rows=3) as wrapped:
+        wrapped.generate(ids[:1, :90], **NEW)
+        wrapped.generate(ids[1:2, 37:], **NEW)
+        for count in (2, 3):
+            batch = {"attention_mask": mask[:count], **NEW}
+            got = wrapped.generate(ids[:count], **batch)
+            assert got.tolist() == plain(name, ids[:count], **batch)
+        reused = wrapped.stats()["prefix"]["reused_tokens"]
+        assert reused == 2 * (80 + 80), "whole pages of both rows, twice"
+        whole = wrapped.generate(ids, **batch, return_dict_in_generate=True)
+        assert whole.sequences.tolist() == got.tolist()
+        del whole  # it holds the cache
+        limited = {"attention_mask": mask, "max_length": 126, "do_sample": False}
+        want = tiny_model(name).generate(ids, **limited)
+        assert wrapped.generate(ids, **limited).tolist() == want.tolist()
+        assert wrapped.stats()["prefix"]["reused_tokens"] == 3 * (80 + 80)
+
+
+def test_pages_in_the_store_are_known_to_the_next_process(tmp_path: Path) -> None:
+    """Without opening the context that saved them; a damaged one is computed instead."""
+    ids = torch.cat([tokens(1, 100), tokens(1, 30, seed=5)], dim=1)
+    with wrap("llama", "cold", tmp_path) as wrapped, wrapped.open("book") as context:
+        context.append(ids[:, :100])
+        context.save()
+    for damaged in (False, True):
+        with wrap("llama", "cold", tmp_path) as wrapped:
+            if damaged:
+                (extent,) = (tmp_path / "extents").iterdir()
+                content = bytearray(extent.read_bytes())
+                content[100 :: wrapped.manager.geometry.frame_bytes] = bytes(
+                    value ^ 255 for value in content[100 :: wrapped.manager.geometry.frame_bytes]
+                )
+                extent.write_bytes(content)
+            assert wrapped.generate(ids, **NEW).tolist() == plain("llama", ids)
+            stats = wrapped.stats()
+            assert stats["prefix"]["reused_tokens"] == (0 if damaged else 5 * 16)
+            assert stats["prefix"]["failed_reads"] == damaged
+            assert stats["prefill"]["tokens"] == 129 - stats["prefix"]["reused_tokens"]
 
 
 def test_kept_pages_give_way_to_new_ones(tmp_path: Path) -> None:

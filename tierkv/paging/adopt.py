@@ -67,6 +67,15 @@ def register(manager: PageManager, block_keys: Sequence[bytes]) -> Blocks:
     return blocks
 
 
+def room_above(manager: PageManager, blocks: Blocks) -> int:
+    """Return how many more pages a layer `promote` could bring up after those of `blocks`."""
+    every = range(manager.geometry.layers)
+    hot = min(manager.hot.homes_free(layer) for layer in every)
+    warm = min(manager.outflow.homes_free(layer) for layer in every)
+    below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
+    return max(0, hot + warm - int(below.sum()) - 1)  # one frame is for the tail
+
+
 def promote(manager: PageManager, blocks: Blocks) -> None:
     """Bring pages up into frames that are free: the first blocks hot, the next ones warm.
 

@@ -53,7 +53,7 @@ class Outflow:
         if not any(down):
             return
         with self.tiers.changed:
-            quota = [self._home_quota(layer) for layer in range(self.tiers.geometry.layers)]
+            quota = [self.homes_free(layer) for layer in range(self.tiers.geometry.layers)]
             queued = self.tiers.warm.outbound.used
         size, warm = self.tiers.geometry.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
@@ -80,7 +80,7 @@ class Outflow:
                 f"raise cpu_budget"
             )
 
-    def _home_quota(self, layer: int) -> int:
+    def homes_free(self, layer: int) -> int:
         """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
         if self.tiers.cold is None:
             return self.tiers.warm.homes.free
@@ -125,7 +125,7 @@ class Outflow:
     def take_homes(self, layer: int, count: int) -> Frames:
         """Take up to `count` warm homes, as many as the layer's share has left."""
         with self.tiers.changed:
-            frames = self.tiers.warm.homes.take(min(count, self._home_quota(layer)))
+            frames = self.tiers.warm.homes.take(min(count, self.homes_free(layer)))
             self._homes_used[layer] += len(frames)
         return frames
 

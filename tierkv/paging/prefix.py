@@ -33,6 +33,7 @@ class PrefixStats:
         reused_hot_pages, reused_warm_pages, reused_cold_pages: whole pages among them, by the tier
             that held them then; one a layer.
         evicted_pages: page positions given up for room.
+        failed_reads: requests that were computed because a page could not be read.
     """
 
     reused_tokens: int = 0
@@ -40,6 +41,7 @@ class PrefixStats:
     reused_warm_pages: int = 0
     reused_cold_pages: int = 0
     evicted_pages: int = 0
+    failed_reads: int = 0
 
 
 class PrefixCache:
@@ -48,12 +50,14 @@ class PrefixCache:
     Attributes:
         tree: known beginnings; its blocks are those of the manager's directory.
         stats: counters.
+        root: what the keys of the model's pages in the store begin from, once it is needed.
     """
 
     def __init__(self, manager: PageManager):
         self._manager = manager
         self.tree = RadixTree(manager.geometry.page_tokens)
         self.stats = PrefixStats()
+        self.root: bytes | None = None
         self._used: dict[Sequences, list[Node]] = {}
 
     def match(self, ids: Rows, most: int) -> tuple[Blocks, Blocks, int]:
@@ -75,15 +79,19 @@ class PrefixCache:
         partial = np.array([_page(match, pages) for match in found], dtype=np.int64)
         return table, partial, tokens
 
-    def count(self, tokens: int, table: Blocks) -> None:
-        """Count what a batch began with: `tokens` a row, with the whole pages of `table`."""
-        directory, stats = self._manager.directory, self.stats
-        hot = directory.hot[table] != NOWHERE
-        warm = ~hot & (directory.warm[table] != NOWHERE)
-        stats.reused_tokens += tokens * len(table)
-        stats.reused_hot_pages += int(hot.sum())
-        stats.reused_warm_pages += int(warm.sum())
-        stats.reused_cold_pages += int((~hot & ~warm).sum())
+    def tiers(self, blocks: Blocks) -> tuple[int, int, int]:
+        """Return how many pages of blocks, of any shape, are hot, warm and cold; one a layer."""
+        directory = self._manager.directory
+        hot = directory.hot[blocks] != NOWHERE
+        warm = ~hot & (directory.warm[blocks] != NOWHERE)
+        return int(hot.sum()), int(warm.sum()), int((~hot & ~warm).sum())
+
+    def count(self, tokens: int, tiers: tuple[int, int, int]) -> None:
+        """Count tokens that need not be computed, and where their whole pages were."""
+        self.stats.reused_tokens += tokens
+        self.stats.reused_hot_pages += tiers[0]
+        self.stats.reused_warm_pages += tiers[1]
+        self.stats.reused_cold_pages += tiers[2]
 
     def keep(self, sequences: Sequences, ids: Rows) -> None:
         """Make the sealed pages of a batch findable. ids: ``[batch, n]`` of its first n tokens."""
@@ -147,6 +155,7 @@ class PrefixCache:
                 "cold": stats.reused_cold_pages,
             },
             "evicted_pages": stats.evicted_pages,
+            "failed_reads": stats.failed_reads,
         }
 
 

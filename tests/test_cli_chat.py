@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from tests.hf.test_conversation import CHATML
 from tierkv import cli_chat
 from tierkv.cli import main
-from tierkv.cli_stream import TokenStream
+from tierkv.cli_stream import StopFlag, TokenStream
 
 Chat = Callable[..., tuple[int, str, list[str]]]
 
@@ -195,3 +195,46 @@ def test_on_a_terminal(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0, "mistakes of a person are no failure of the program"
     assert len(turns(err)) == 2
     assert "(/quit or Ctrl-D leaves)" in err
+
+
+def test_ctrl_c_before_the_answer_takes_the_message_back(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sent = StopFlag.check, []
+
+    def check(self: StopFlag) -> None:
+        if not sent:
+            sent.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
+        real(self)
+
+    monkeypatch.setattr(StopFlag, "check", check)
+    code, _, err = chat(f"{'long ' * 30}\nOne\n/list\n", "--prefill-chunk", "32")
+    assert code == 0
+    assert "[stopped before the answer began; the message was taken back]" in err
+    (only,) = turns(err)
+    assert only[1] == len("<s>user\nOne</s>\n<s>assistant\n") - 2 - 3 - 2
+    assert err[-1].endswith(" 2 messages")
+
+
+def test_second_ctrl_c_ends_the_program_and_what_was_said_is_saved(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = TokenStream.put
+
+    def put(self: TokenStream, tokens: Any) -> None:
+        real(self, tokens)
+        if len(self._run.token_ids) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    place = ["--store", str(tmp_path), "--name", "talk"]
+    assert chat("One\n", *place)[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenStream, "put", put)
+        code, _, err = chat("Two\nnever\n", *place)
+    assert code == 130
+    assert err[-1] == "tierkv: interrupted"
+    code, _, err = chat("Three\n", *place)
+    assert code == 0
+    assert err[0].startswith("['talk': 2 messages"), "the message without an answer is gone"

@@ -1,8 +1,8 @@
 """The command ``tierkv``: parse, call the API, print.
 
-``generate`` and ``config show`` live here and in `tierkv.cli_generate`; ``doctor`` is
-`tierkv.doctor`. Exit codes: 0 done, 1 ``doctor`` found something broken, 2 an error (one line on
-stderr; TIERKV_DEBUG=1 shows the traceback), 130 Ctrl-C.
+``config show`` lives here, ``doctor`` in `tierkv.doctor`, any other command in ``tierkv.cli_*``.
+Exit codes: 0 done, 1 ``doctor`` or ``store verify`` found something broken or ``store gc`` came not
+down to its goal, 2 an error (one line on stderr; TIERKV_DEBUG=1 shows the traceback), 130 Ctrl-C.
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ def test_rows_of_different_length_have_their_own_beginnings(
         limited = {"attention_mask": mask, "max_length": 126, "do_sample": False}
         want = tiny_model(name).generate(ids, **limited)
         assert wrapped.generate(ids, **limited).tolist() == want.tolist()
-        assert wrapped.stats()["prefix"]["reused_tokens"] == 3 * (80 + 80)
+        batch["no_repeat_ngram_size"] = 2
+        assert wrapped.generate(ids, **batch).tolist() == plain(name, ids, **batch)
+        reused = wrapped.stats()["prefix"]["reused_tokens"]
+        assert reused == 3 * (80 + 80), "padding moved where prompts are looked at"
 
 
 def test_pages_in_the_store_are_known_to_the_next_process(tmp_path: Path) -> None:

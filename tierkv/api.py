@@ -17,6 +17,7 @@ from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
 from tierkv.hf import reuse
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
+from tierkv.hf.breakeven import Rates
 from tierkv.hf.cache import TierCache
 from tierkv.hf.context import Context
 from tierkv.hf.generation import (
@@ -57,6 +58,7 @@ class TieredModel:
         self.config = config
         self.hf_model = hf_model
         self._prefilled = {"tokens": 0, "seconds": 0.0}
+        self.rates = Rates()
         self._last_report: dict[str, Any] | None = None
         self._closed = False
         text = hf_model.config.get_text_config(decoder=True)
@@ -196,7 +198,10 @@ class TieredModel:
         if output is not None and input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
         self._prefilled["tokens"] += tier_cache.get_seq_length() - before
-        self._prefilled["seconds"] += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._prefilled["seconds"] += seconds
+        if before == 0 and len(input_ids) == 1:
+            self.rates.computed(tier_cache.get_seq_length(), seconds)
         if self.config.prefix_cache:
             reuse.keep(tier_cache, input_ids, attention_mask)
         return output

@@ -193,8 +193,10 @@ class Session:
             raise
         self._open.append(one)
         if context.tokens:
-            _say(f"[{name!r}: {len(one.messages)} messages, {context.restored_tokens:,} tokens "
-                 f"read from the store]")  # fmt: skip
+            how = f"{context.restored_tokens:,} tokens read from the store"
+            if context.recomputed:
+                how = f"{context.tokens:,} tokens computed again: {context.recomputed}"
+            _say(f"[{name!r}: {len(one.messages)} messages, {how}]")
         return one
 
     def _keep(self, one: Conversation) -> None:

@@ -119,6 +119,8 @@ def _context(model: Any, save: str | None, resume: str | None) -> Any:
     if resume is None:
         return None if save is None else Context(model, save)
     context = model.open(resume)
+    if context.recomputed:
+        print(f"tierkv: {resume!r} is computed again: {context.recomputed}", file=sys.stderr)
     if not context.tokens:
         known = ", ".join(model.saved()) or "none"
         raise ConfigError(f"--resume {resume}: no such context in the store; saved: {known}")

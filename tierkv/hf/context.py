@@ -16,6 +16,7 @@ from tierkv.errors import (
     UnsupportedModelError,
     WriteLimitError,
 )
+from tierkv.hf import breakeven
 from tierkv.hf.cache import TierCache
 from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import inventory, manifest, saved
@@ -35,6 +36,7 @@ class Context:
         ids: ``[1, tokens]`` all tokens of the context, on the model's device. The last one may
             not have been computed yet.
         restored_tokens: tokens that came from the store instead of a forward pass.
+        recomputed: why what was saved was computed again, if that was faster; else None.
         messages: the conversation, if the context is a chat; saved with it.
 
     Raises:
@@ -46,6 +48,7 @@ class Context:
         self.model, self.name = model, name
         self.cache: TierCache = model.cache() if cache is None else cache
         self.restored_tokens = 0
+        self.recomputed: str | None = None
         self.messages: list[dict[str, str | int]] | None = None
         if self.cache.tiered_in_part:
             raise UnsupportedModelError(
@@ -73,6 +76,8 @@ class Context:
     def restore(self) -> bool:
         """Bring back what was saved under the name; return whether there was anything.
 
+        Where computing it is known to be faster than reading it, it is computed (`recomputed`).
+
         Raises:
             ColdReadError: pages are missing or damaged; the context is what it was before, and
                 what else is in the store is untouched. Pages that stay on disk because nothing
@@ -81,7 +86,8 @@ class Context:
         """
         if self.name is None:
             return False
-        found = manifest.read(saved.store_of(self._manager), self.name)
+        store = saved.store_of(self._manager)
+        found = manifest.read(store, self.name)
         if found is None:
             return False
         kept, ids = found
@@ -95,15 +101,41 @@ class Context:
         gone = saved.missing(self._manager, keys)
         if gone:
             raise ColdReadError(f"{gone} pages of context {self.name!r} are not in the store")
-        manifest.touch(saved.store_of(self._manager), self.name)
-        sequences = Sequences(self._manager.geometry.layers)
+        manifest.touch(store, self.name)
+        whole = torch.from_numpy(ids.copy())[None].to(self._manager.device)
+        rates, num_bytes = self.model.rates, kept.held * self._manager.geometry.token_bytes
+        breakeven.load(store, self._root, self._manager.device, rates)
+        if self._manager.prefix is None:  # which would begin with the very pages in the store
+            self.recomputed = rates.verdict(kept.held, num_bytes)
+        if self.recomputed:
+            self._compute(whole, kept.held)
+            self.messages = kept.messages
+            return True
+        sequences, start = Sequences(self._manager.geometry.layers), time.perf_counter()
         saved.restore(self._manager, sequences, keys, kept.held)
+        self._manager.transfer.finish()
+        seconds = time.perf_counter() - start
         self.cache.reset()
         self.cache.sequences = sequences
-        self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
+        self.ids, self.restored_tokens, self.messages = whole, kept.held, kept.messages
         self.cache.known = self.ids[:, : kept.held]
-        self.restored_tokens, self.messages = kept.held, kept.messages
+        if saved.above(self._manager, sequences):
+            first = not rates.num_bytes
+            rates.was_read(num_bytes, seconds)
+            if first and rates.num_bytes:
+                breakeven.store(store, self._root, self._manager.device, rates)
         return True
+
+    def _compute(self, ids: torch.Tensor, held: int) -> None:
+        """Make `ids` the context's tokens, the first `held` of them computed anew."""
+        cache = self.model.cache()
+        try:
+            self.model.prefill(ids[:, :held], cache)
+        except BaseException:
+            cache.close()
+            raise
+        self.cache.close()
+        self.cache, self.ids, self.restored_tokens = cache, ids, 0
 
     def save(self) -> int:
         """Write what the store does not hold yet; return the number of new pages.
@@ -129,6 +161,7 @@ class Context:
         if kept.held:
             written = self._write(store, kept.block_keys(ids), in_use)
         manifest.write(store, self.name, kept, ids, in_use)
+        breakeven.store(store, self._root, self._manager.device, self.model.rates)
         return written
 
     def _write(self, store: ColdStore, keys: list[bytes], in_use: Iterable[bytes]) -> int:

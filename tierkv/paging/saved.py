@@ -17,6 +17,7 @@ import torch
 from tierkv.errors import ColdReadError, ConfigError
 from tierkv.page import Geometry
 from tierkv.paging.adopt import adopt, promote, register
+from tierkv.paging.directory import NOWHERE
 from tierkv.paging.keys import page_key
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
@@ -139,6 +140,13 @@ def restore(
     except BaseException:
         manager.close_sequences(sequences)
         raise
+
+
+def above(manager: PageManager, sequences: Sequences) -> bool:
+    """Whether all sealed pages of a batch are hot or warm."""
+    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens]
+    hot, warm = manager.directory.hot[sealed], manager.directory.warm[sealed]
+    return bool(((hot != NOWHERE) | (warm != NOWHERE)).all())
 
 
 def _append(

@@ -22,6 +22,7 @@ from tests.hf.test_conversation import CHATML
 from tierkv import cli_chat
 from tierkv.cli import main
 from tierkv.cli_stream import StopFlag, TokenStream
+from tierkv.hf.breakeven import Rates
 
 Chat = Callable[..., tuple[int, str, list[str]]]
 
@@ -238,3 +239,16 @@ def test_second_ctrl_c_ends_the_program_and_what_was_said_is_saved(
     code, _, err = chat("Three\n", *place)
     assert code == 0
     assert err[0].startswith("['talk': 2 messages"), "the message without an answer is gone"
+
+
+def test_a_chat_that_is_computed_again_says_so(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has its messages all the same."""
+    place = ["--store", str(tmp_path), "--name", "talk"]
+    _, _, err = chat("One\n", *place)
+    held = sum(turns(err)[0]) - 1
+    monkeypatch.setattr(Rates, "verdict", lambda *_: "the disk is slow")
+    _, _, err = chat("Two\n", *place)
+    assert err[0] == f"['talk': 2 messages, {held} tokens computed again: the disk is slow]"
+    assert turns(err)[0][0] == held

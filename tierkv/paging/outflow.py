@@ -120,7 +120,7 @@ class Outflow:
         tiers = self.tiers
         with tiers.changed:
             short = tiers.warm.homes.free < len(layers)
-            if short or not all(self._home_quota(layer) for layer in layers):
+            if short or not all(self.homes_free(layer) for layer in layers):
                 return None
             frames = tiers.warm.homes.take(len(layers))
             for layer in layers:
@@ -130,7 +130,7 @@ class Outflow:
         except BaseException:
             with tiers.changed:
                 for layer, frame in zip(layers, frames, strict=True):
-                    self._give(layer, np.array([frame]))
+                    self.give_homes(layer, np.array([frame]))
             raise
         tiers.stats.hot_to_warm_bytes += len(layers) * tiers.geometry.page_bytes
         with tiers.changed:

@@ -181,7 +181,7 @@ DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take
 // Of each run of `chunk` candidates the `budget` of largest mass, so that choosing has less to look
 // at: what is chosen of all is among what is chosen of each run. One block per run and KV head.
 // -> keys, pages [runs * budget] per KV head: ascending pages with their keys, then key 0.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 shortlist_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
                 int recent, int chunk, int budget, unsigned* keys, int* pages) {
     __shared__ Scratch scratch;
@@ -206,8 +206,8 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // The rules, per KV head; the rows of KV heads follow each other. The first `cached` keys are kept
 // in shared memory.
 //
-// Choose: of candidates [first, last), last = min(*sealed - recent, capacity), or of the `listed`
-// ones of a shortlist if that is not 0, those of largest mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
+// Choose: of candidates [first, last), last = min(*sealed - recent, capacity), or, if `listed`
+// is not 0, of so many pages `listed_pages` with their masses in `mass`, those of largest mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
 // 0; of equal ones those of lower index. Mass 0 or NaN is never chosen.
 // -> selected [budget], ascending, -1 past chosen_count.
 //
@@ -224,8 +224,7 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 //    already.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
-             int recent, const unsigned* listed_keys, const int* listed_pages, int listed,
-             int cached, int budget, unsigned long long share,
+             int recent, const int* listed_pages, int listed, int cached, int budget, unsigned long long share,
              const long long* addresses, int* where, int* held, int* stamp, int slots,
              int first_frame, const int* step, int* selected, int* chosen_count, int* table,
              int table_pages, int table_offset, int page_tokens, int* count, int* tokens,
@@ -233,6 +232,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
              int* missing_count, long long* stats) {
     SHARED_MEMORY(shared);
     __shared__ Scratch scratch;
+    __shared__ unsigned again;  // hits that were chosen in this step before
     unsigned* const slot_keys = reinterpret_cast<unsigned*>(shared);  // [slots]
     int* const pages = reinterpret_cast<int*>(slot_keys + slots);     // [budget] chosen
     int* const frames = pages + budget;                               // [budget] theirs
@@ -249,14 +249,13 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_frames += head * budget;
     missing += head * budget;
 
-    listed_keys += head * listed;
-    listed_pages += head * listed;
+    if (listed) {  // a key is the bits of a mass
+        mass -= first;
+        listed_pages += head * listed;
+    }
 
     const int n = listed ? listed : max(0, min(*sealed - recent, capacity) - first);
-    auto read_key = [&](int i) {
-        if (listed) return listed_keys[i];
-        return mass[i] > 0.f ? __float_as_uint(mass[i]) : 0u;
-    };
+    auto read_key = [&](int i) { return mass[i] > 0.f ? __float_as_uint(mass[i]) : 0u; };
 #pragma unroll 4
     for (int i = threadIdx.x; i < min(n, cached); i += THREADS) keys[i] = read_key(i);
     __syncthreads();
@@ -268,7 +267,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
                                      });
 
     const int now = *step;
-    int again = 0;  // hits that were chosen in this step before
+    if (threadIdx.x == 0) again = 0;
     for (int slot = threadIdx.x; slot < slots; slot += THREADS)  // largest: empty, then oldest
         slot_keys[slot] = held[slot] < 0 ? ~0u : ~0u - 1 - static_cast<unsigned>(stamp[slot]);
     __syncthreads();
@@ -280,7 +279,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
             frames[i] = addresses[pages[i]] ? MISS : MISSING;
         } else if (frames[i] >= first_frame && frames[i] < first_frame + slots) {
             slot_keys[frames[i] - first_frame] = 0;
-            again += stamp[frames[i] - first_frame] == now;
+            if (stamp[frames[i] - first_frame] == now) atomicAdd(&again, 1u);
             stamp[frames[i] - first_frame] = now;
         }
     }
@@ -310,8 +309,6 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     const int present = take_in_order(
         chosen, all, scratch, [&](int i) { return frames[i] >= 0 ? 1u : 0u; },
         [&](int rank, int i) { table[rank] = frames[i]; });
-    Sum repeated;
-    scan({static_cast<unsigned>(again), 0}, repeated, scratch);
     if (threadIdx.x != 0) return;
     chosen_count[head] = chosen;
     count[head] = present;
@@ -321,5 +318,5 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     stats[4 * head] += present - missed;
     stats[4 * head + 1] += missed;
     stats[4 * head + 2] += absent;
-    stats[4 * head + 3] += repeated.count;
+    stats[4 * head + 3] += again;
 }

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tierkv.bench.quality import Options, run, text_ids
-from tierkv.cli_bench import TABLE_WIDTH, _Progress, contexts, machine
+from tierkv.cli_bench import contexts, machine
+from tierkv.cli_report import TABLE_WIDTH, StepLine
 from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
@@ -64,7 +65,7 @@ def evaluate(args: argparse.Namespace) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({**described, **report}) + "\n")
 
-    bar = _Progress()
+    bar = StepLine()
     with bar:
         report = {**described, **run(model, tokenizer, options, bar.say, save)}
     if args.plot:

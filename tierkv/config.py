@@ -20,7 +20,7 @@ import yaml
 from tierkv.errors import ConfigError
 from tierkv.units import format_bytes, parse_bytes
 
-SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor")
+SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor", "disk_writes_per_day")
 """Settings in bytes; they may be given as text such as ``"2GiB"``."""
 
 PATH_VARIABLES = {"TIERKV_STORE": "store", "TIERKV_MODEL": "model"}
@@ -30,6 +30,7 @@ CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 """Environment variable that says where converted models are kept."""
 
 ATTENTIONS = ("exact", "selective")
+COLD_MISSES = ("wait", "skip")
 SELECTORS = ("cuboid", "bound", "mean", "window", "keys2", "oracle")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -60,6 +61,9 @@ class Config:
         store: directory of the cold tier, created if needed; None for no cold tier.
         page_tokens: tokens per page, a power of two from 16 to 256.
         prefill_chunk: prompt tokens per forward; 0 chooses automatically.
+        disk_writes_per_day: bytes of pages that may be written to the store in a day (UTC), all
+            processes together, because SSDs wear; None for no limit. Saving and spilling beyond it
+            is refused; what is stored stays readable.
         disk_floor: bytes of free disk space that are never used.
         io_threads: threads that read pages from disk.
         attention: ``exact`` reads every page at every step; ``selective`` reads, when one token
@@ -70,6 +74,8 @@ class Config:
         mass: stop choosing at this share of the estimated attention; None fills the budget.
         sink_tokens, recent_tokens: first and last tokens, which are always read.
         dense_layers: first tiered layers, which stay exact.
+        on_cold_miss: ``wait`` for chosen pages that are on disk, or ``skip`` them: leave them out
+            of the step and count them.
         reuse: size of the reuse cache on the GPU, in token budgets.
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
@@ -95,6 +101,7 @@ class Config:
     page_tokens: int = 32
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
+    disk_writes_per_day: int | None = None
     io_threads: int = 4
     attention: str = "exact"
     selector: str = "cuboid"
@@ -103,14 +110,18 @@ class Config:
     sink_tokens: int = 64
     recent_tokens: int = 64
     dense_layers: int = 2
+    on_cold_miss: str = "wait"
     reuse: float = 2.0
     max_context: int = 0
     cuda_graph: bool | None = None
     look_ahead: int = 0
     compile: bool = False
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
+            if name == "disk_writes_per_day" and self.disk_writes_per_day is None:
+                continue
             object.__setattr__(self, name, parse_bytes(getattr(self, name), knob=name))
         if self.store is not None:
             store = os.fspath(self.store) if isinstance(self.store, os.PathLike) else self.store
@@ -122,7 +133,10 @@ class Config:
             raise ConfigError(f"page_tokens must be a power of two from 16 to 256, got {tokens}")
         _check_int("prefill_chunk", self.prefill_chunk, 0, 1 << 20)
         _check_int("io_threads", self.io_threads, 1, 64)
-        for name, known in (("attention", ATTENTIONS), ("selector", SELECTORS)):
+        choices = {
+            "attention": ATTENTIONS, "selector": SELECTORS, "on_cold_miss": COLD_MISSES
+        }  # fmt: skip
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -133,9 +147,15 @@ class Config:
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
-        if not isinstance(self.compile, bool):
-            raise ConfigError(f"compile must be true or false, got {self.compile!r}")
+        for name in ("compile", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         _check_int("look_ahead", self.look_ahead, 0, 8)
+        if self.prefix_cache and self.attention == "selective":
+            raise ConfigError(
+                "prefix_cache cannot be combined with attention='selective', which keeps "
+                "summaries of one context only"
+            )
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

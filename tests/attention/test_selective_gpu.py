@@ -61,20 +61,21 @@ def logits(name: str, ids: torch.Tensor, given: dict[str, Any], crop: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "selector", "crop"),
+    ("name", "kind", "selector", "crop", "miss"),
     [
-        ("llama", "warm", "cuboid", 0), ("gpt_oss", "cold", "mean", 0),
-        ("gemma2", "warm", "window", 0), ("llama", "cold", "bound", 20),
+        ("llama", "warm", "cuboid", 0, "wait"), ("gpt_oss", "cold", "mean", 0, "wait"),
+        ("gemma2", "warm", "window", 0, "wait"), ("llama", "cold", "bound", 20, "wait"),
+        ("llama", "cold", "cuboid", 0, "skip"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("emulated")
 def test_kernels_read_what_torch_reads(
-    name: str, kind: str, selector: str, crop: int, tmp_path: Path, monkeypatch: Any
+    name: str, kind: str, selector: str, crop: int, miss: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Steps cross a page seal; pages come from all tiers; a cut context goes on."""
     torch.manual_seed(0)
     ids = torch.randint(3, 199, (1, 302 + NEW))
-    given = settings(kind, name, tmp_path, selector=selector)
+    given = settings(kind, name, tmp_path, selector=selector, on_cold_miss=miss)
     got = logits(name, ids, given, crop)
     monkeypatch.undo()
     want = logits(name, ids, given, crop)

@@ -57,7 +57,7 @@ class CapturedLookups:
             plan = self.manager.plan(self.sequences, layer, past)
             if len(plan.streamed):
                 return f"layer {layer} is exact and {len(plan.streamed)} of its pages are not hot"
-        if selective is not None and selective.away:
+        if selective is not None and selective.away and not selective.spec.skips:
             return f"{selective.away} pages are on disk, and waiting for them takes the host"
         return ""
 

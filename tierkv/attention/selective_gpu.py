@@ -245,5 +245,6 @@ def attend(
     reader = reader_of(manager, query)
     reader.begin(lookup.past, lookup.tail_tokens)
     assert manager.selective is not None
-    waits = lookup.sequences if manager.selective.away else None
+    waiting = manager.selective.away and not manager.selective.spec.skips
+    waits = lookup.sequences if waiting else None
     return reader.attend(query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=waits)

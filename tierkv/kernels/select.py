@@ -189,9 +189,10 @@ def prepare(
     if most < 0:
         raise ValueError(f"{slots} slots and a budget of {budget} pages exceed shared memory")
     candidates = (np.int64(sealed.data_ptr()), np.int32(first), np.int32(recent))
-    listing, lists, listed = None, (np.int64(0), np.int64(0)), 0
+    listing, pages, listed = None, np.int64(0), 0
     if mass_target is None and capacity > 4 * CHUNK_PAGES and 4 * budget <= CHUNK_PAGES:
-        listing, lists, listed = _shortlist(mass, capacity, candidates, first, budget, held)
+        listing, mass, listed_pages = _shortlist(mass, capacity, candidates, first, budget)
+        pages, listed = np.int64(listed_pages.data_ptr()), mass.shape[1]
     cached = min(listed or capacity, most // 4)
     shared = 4 * (slots + 3 * budget + cached)
     compiled = kernel("select", "choose_pages", (("THREADS", THREADS),), device, THREADS, shared)
@@ -201,7 +202,7 @@ def prepare(
         np.int32(mass.shape[1]),
         np.int32(capacity),
         *candidates,
-        *lists,
+        pages,
         np.int32(listed),
         np.int32(cached),
         np.int32(budget),
@@ -227,14 +228,11 @@ def _shortlist(
     candidates: tuple[np.int64, np.int32, np.int32],
     first: int,
     budget: int,
-    held: tuple[torch.Tensor, ...],
-) -> tuple[Launch, tuple[np.int64, np.int64], int]:
-    """Return what makes a shortlist, where its keys and pages lie, and its length per KV head."""
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """Return what makes a shortlist, and its masses and pages, ``[kv_heads, listed]``."""
     runs = -(-max(capacity - first, 1) // CHUNK_PAGES)
-    keys, pages = torch.zeros(
-        (2, len(mass), runs * budget), dtype=torch.int32, device=mass.device
-    )  # the keys are unsigned
-    lists = np.int64(keys.data_ptr()), np.int64(pages.data_ptr())
+    listed = torch.zeros((len(mass), runs * budget), dtype=torch.float32, device=mass.device)
+    pages = torch.zeros_like(listed, dtype=torch.int32)
     threads = min(CHUNK_THREADS, THREADS)
     compiled = kernel("select", "shortlist_pages", (("THREADS", threads),), mass.device, threads)
     arguments = (
@@ -244,7 +242,8 @@ def _shortlist(
         *candidates,
         np.int32(CHUNK_PAGES),
         np.int32(budget),
-        *lists,
+        np.int64(listed.data_ptr()),
+        np.int64(pages.data_ptr()),
     )
-    launch = Launch(compiled, (runs, len(mass), 1), arguments, (*held, keys, pages))
-    return launch, lists, runs * budget
+    launch = Launch(compiled, (runs, len(mass), 1), arguments, (mass, listed, pages))
+    return launch, listed, pages

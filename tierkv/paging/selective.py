@@ -42,6 +42,7 @@ class Selective:
         parts: vectors of `k_dim` elements in a page's summary.
         selector: ranks pages; `tierkv.selection.Selector`.
         mass_target: share of the estimated attention at which choosing stops, or None.
+        skips: whether chosen pages that are on disk are left out instead of waited for.
     """
 
     dense_layers: int
@@ -53,6 +54,7 @@ class Selective:
     parts: int
     selector: Any
     mass_target: float | None
+    skips: bool = False
 
     @property
     def kept_pages(self) -> int:
@@ -132,7 +134,7 @@ class SelectiveState:
         `foreseen` speaks of lookups announced ahead of their layer: of `chosen` head-pages
         `fetched` came that way, and `used` were chosen by the true query too.
         """
-        names = ("reused", "fetched", "awaited")
+        names = ("reused", "fetched", "skipped" if self.spec.skips else "awaited")
         *counts, used = self.counters.sum(dim=0).tolist()
         reused, fetched, awaited, _ = self.announced.sum(dim=0).tolist()
         report: dict[str, Any] = dict(zip(names, counts, strict=True))

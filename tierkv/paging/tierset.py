@@ -11,6 +11,7 @@ import torch
 
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
+from tierkv.paging.keys import page_key
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
@@ -86,6 +87,9 @@ class TierSet:
 
     def key(self, block: int, layer: int) -> bytes:
         """Return the name of a page in the cold store."""
+        saved = self.directory.saved.get(block)
+        if saved is not None:
+            return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
 
     def report(self) -> dict[str, Any]:
@@ -101,7 +105,7 @@ class TierSet:
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
-        if self.selective is not None and self.selective.spec.slots:
+        if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()
         return report
 

@@ -50,4 +50,5 @@ def selective_settings(
         parts=chosen.parts,
         selector=chosen,
         mass_target=config.mass,
+        skips=config.on_cold_miss == "skip",
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tierkv.codecs import CODECS
 from tierkv.config import Config
 from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
@@ -30,6 +31,7 @@ from tierkv.paging.saved import store_of
 from tierkv.paging.selective import Selective
 from tierkv.selection.settings import selective_settings
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
 
 DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
 """Prompt tokens per forward: enough for full-speed matrix products, and on a GPU for the
@@ -72,10 +74,11 @@ class TieredModel:
             )
             return None
         config, cold = self.config, None
+        codec = CODECS[config.codecs.warm]
         if config.store is not None:
             cold = ColdStore(
                 config.store,
-                frame_bytes=geometry.frame_bytes,
+                frame_bytes=FrameFormat(geometry, codec).frame_bytes,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
             )
@@ -88,6 +91,7 @@ class TieredModel:
                 cold=cold,
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
+                codec=codec,
             )
         except BaseException:
             if cold is not None:

@@ -48,6 +48,7 @@ _HELP = {
     "recent_tokens": ("N", "last tokens, always read"),
     "dense_layers": ("N", "first layers, which stay exact"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
+    "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),

@@ -31,6 +31,8 @@ CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 
 ATTENTIONS = ("exact", "selective")
 SELECTORS = ("cuboid", "bound", "mean", "window", "oracle")
+CODECS = ("raw", "int8", "int8-channel", "int4", "int4-importance", "fp8")
+"""How pages may be stored in warm memory and on disk; `tierkv.codecs` has one file for each."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -42,6 +44,47 @@ def _check_int(knob: str, value: Any, low: int, high: int) -> None:
 def _check_number(knob: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{knob} must be a number, got {value!r}")
+
+
+class TierCodecs(NamedTuple):
+    """The codec of each tier. Pages are encoded once, so cold has warm's."""
+
+    hot: str
+    warm: str
+    cold: str
+
+
+def parse_codecs(value: Any) -> TierCodecs:
+    """Return the codecs of ``int8``, of ``warm=int8,cold=int8``, or of such a mapping.
+
+    One name alone is for warm and cold. A tier not named has raw pages, and cold what warm has.
+
+    Raises:
+        ConfigError: names the setting, the value and what is possible.
+    """
+    tiers: dict[Any, Any]
+    if isinstance(value, Mapping):
+        tiers = dict(value)
+    elif isinstance(value, str) and "=" in value:
+        parts = [part.partition("=") for part in value.split(",")]
+        tiers = {name.strip(): codec.strip() for name, _, codec in parts}
+    else:
+        tiers = {"warm": value}
+    for tier, name in tiers.items():
+        if tier not in TierCodecs._fields:
+            raise ConfigError(f"codec: tiers are hot, warm and cold, got {tier!r} in {value!r}")
+        if name not in CODECS:
+            raise ConfigError(f"codec: {tier} must be one of {', '.join(CODECS)}, got {name!r}")
+    warm = tiers.get("warm", "raw")
+    codecs = TierCodecs(tiers.get("hot", "raw"), warm, tiers.get("cold", warm))
+    if codecs.hot != "raw":
+        raise ConfigError(f"codec: hot must be raw (attention reads raw pages), got {codecs.hot!r}")
+    if codecs.cold != warm:
+        raise ConfigError(
+            f"codec: cold must be {warm!r} like warm (a page is encoded once and moved as it is), "
+            f"got {codecs.cold!r}"
+        )
+    return codecs
 
 
 def _check_text(knob: str, value: Any) -> None:
@@ -72,6 +115,9 @@ class Config:
         reuse: size of the reuse cache on the GPU, in token budgets.
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
+        codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
+            ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
+            Also ``warm=int8,cold=int8`` or a mapping; kept as a text.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
@@ -99,6 +145,7 @@ class Config:
     dense_layers: int = 2
     reuse: float = 2.0
     max_context: int = 0
+    codec: str = "raw"
     cuda_graph: bool | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +170,9 @@ class Config:
         for name in ("sink_tokens", "recent_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
+        codecs = parse_codecs(self.codec)
+        plain = ",".join(f"{tier}={name}" for tier, name in codecs._asdict().items())
+        object.__setattr__(self, "codec", "raw" if codecs.warm == "raw" else plain)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
         _check_number("reuse", self.reuse)
@@ -132,6 +182,11 @@ class Config:
             _check_number("mass", self.mass)
             if not 0 < self.mass <= 1:
                 raise ConfigError(f"mass must be above 0 and at most 1, got {self.mass}")
+
+    @property
+    def codecs(self) -> TierCodecs:
+        """The codec of each tier."""
+        return parse_codecs(self.codec)
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> Config:

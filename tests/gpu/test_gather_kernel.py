@@ -102,7 +102,7 @@ def test_runs_on_the_callers_stream(device: torch.device) -> None:
 
 def test_warm_memory_is_mapped(device: torch.device) -> None:
     """Frames of the warm tier, in several registered chunks, are read and written in place."""
-    warm = WarmTier(GEOMETRY, 40, 0, 0, pinned=True)
+    warm = WarmTier(GEOMETRY.frame_bytes, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7
     try:
         spans = [warm.span(np.array([frame])) for frame in range(40)]

@@ -15,6 +15,7 @@ import tierkv
 from tests.models import tiny_model
 from tests.paging_helpers import budgets
 from tierkv.page import Geometry
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -22,12 +23,11 @@ from tierkv.tiers.warm import WarmTier
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32])
 def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
     geometry = Geometry(1, 3, 40, 24, request.param, 16)
-    warm = WarmTier(geometry, 40, 0, 0, pinned=True)
+    layout = FrameFormat(geometry)
+    warm = WarmTier(layout.frame_bytes, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7  # copies must stop at the border of two registered chunks
     device = torch.device("cuda")
-    engine = Transfer(
-        geometry, warm, None, device, staging_pages=12, staging_buffers=2, io_threads=1
-    )
+    engine = Transfer(layout, warm, None, device, staging_pages=12, staging_buffers=2, io_threads=1)
     yield engine
     engine.close()
     warm.close()
@@ -35,7 +35,7 @@ def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_down_and_up_are_bitwise(transfer: Transfer, seed: int) -> None:
-    rng, geometry = np.random.default_rng(seed), transfer.geometry
+    rng, geometry = np.random.default_rng(seed), transfer.format.geometry
     count = int(rng.integers(1, 13))
     frames = rng.permutation(40)[:count].astype(np.int64)
     if seed % 2:

@@ -45,7 +45,8 @@ class Context:
             )
         self._manager = self.cache.live_manager()
         self._store = saved.store_of(self._manager)
-        self._root = root_key(fingerprint(model.hf_model), self._manager.geometry)
+        codec = self._manager.tiers.format.codec.name
+        self._root = root_key(fingerprint(model.hf_model), self._manager.geometry, codec=codec)
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=self._manager.device)
 
     @property
@@ -67,7 +68,7 @@ class Context:
         kept, ids = found
         if kept.root != self._root.hex():
             raise ConfigError(
-                f"context {self.name!r} was saved by another model, dtype or page size "
+                f"context {self.name!r} was saved by another model, dtype, codec or page size "
                 f"({kept.model}, {kept.page_tokens} tokens a page)"
             )
         keys = kept.block_keys(ids)
@@ -91,7 +92,7 @@ class Context:
         kept = Manifest(
             root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
             page_tokens=geometry.page_tokens, layers=geometry.layers,
-            frame_bytes=geometry.frame_bytes, created=time.time(),
+            frame_bytes=self._manager.warm.frame_bytes, created=time.time(),
         )  # fmt: skip
         written = 0
         if kept.held:

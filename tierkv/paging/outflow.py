@@ -54,7 +54,7 @@ class Outflow:
         with self.tiers.changed:
             quota = [self._home_quota(layer) for layer in range(self.tiers.geometry.layers)]
             queued = self.tiers.warm.outbound.used
-        size, warm = self.tiers.geometry.frame_bytes, self.tiers.warm.homes.free
+        size, warm = self.tiers.warm.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
             if sum(down) > warm:
                 raise WarmBudgetError(
@@ -89,7 +89,7 @@ class Outflow:
 
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
         """
-        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.geometry.page_bytes
+        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.format.page_bytes
         with self.tiers.changed:
             homes = min(len(blocks), self._home_quota(layer))
             frames = self.tiers.warm.homes.take(homes)
@@ -174,7 +174,7 @@ class Outflow:
             if error is not None:
                 self._queued = batch + self._queued
             else:
-                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.geometry.frame_bytes
+                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.warm.frame_bytes
                 self.tiers.directory.cold[blocks, layers] = True
                 self.tiers.directory.warm[blocks, layers] = NOWHERE
                 pinned = {frame for frame in frames.tolist() if self._pinned[frame]}

@@ -17,7 +17,6 @@ from tierkv.paging.keys import page_key
 from tierkv.paging.lookup import Lookup, Part
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
-from tierkv.tiers.arena import split_page
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 
@@ -48,7 +47,7 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
     """
     cold, written = store_of(manager), list[bytes]()
     past, offset = divmod(sequences.lengths[0], manager.geometry.page_tokens)
-    step = max(1, BATCH_BYTES // manager.geometry.frame_bytes)
+    step = max(1, BATCH_BYTES // manager.warm.frame_bytes)
     try:
         for layer in range(manager.geometry.layers):
             whole = Lookup(manager, sequences, layer, past, sequences.tails[layer], offset, None, 2)
@@ -78,16 +77,15 @@ def _frames(manager: PageManager, part: Part, start: int, count: int) -> list[me
     else:
         index = part.table[0, start : start + count]
         k, v = k.index_select(1, index), v.index_select(1, index)
-    buffer = aligned_buffer(count * geometry.frame_bytes)
-    raw = torch.frombuffer(buffer, dtype=torch.uint8).view(count, geometry.frame_bytes)
-    raw_k, raw_v = split_page(raw, geometry)
-    raw_k.copy_(k)
-    raw_v.copy_(v)
+    size = manager.warm.frame_bytes
+    buffer = aligned_buffer(count * size)
     held = part.tokens - (start + count - 1) * geometry.page_tokens
     if held < geometry.page_tokens:
-        raw_k[:, -1, held:] = 0
-        raw_v[:, -1, held:] = 0
-    size = geometry.frame_bytes
+        k, v = k.clone(), v.clone()
+        k[:, -1, held:] = 0
+        v[:, -1, held:] = 0
+    raw = torch.frombuffer(buffer, dtype=torch.uint8).view(count, size)
+    manager.tiers.format.write(k, v, raw)
     return [buffer[i * size : (i + 1) * size] for i in range(count)]
 
 
@@ -109,7 +107,8 @@ def restore(
     try:
         with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
             for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):
-                k, v = (x.flatten(1, 2)[None, :, :count] for x in split_page(raw, manager.geometry))
+                pages = manager.tiers.format.pages(raw)
+                k, v = (x.flatten(1, 2)[None, :, :count] for x in pages)
                 manager.append(sequences, layer, k.to(manager.device), v.to(manager.device))
     except BaseException:
         manager.close_sequences(sequences)
@@ -121,10 +120,10 @@ def _read_ahead(
 ) -> Iterator[tuple[int, torch.Tensor, int]]:
     """Yield (layer, frames, tokens) in the order in which a prefill would append them."""
     cold, geometry = store_of(manager), manager.geometry
-    step = max(1, BATCH_BYTES // geometry.frame_bytes)
+    size = manager.warm.frame_bytes
+    step = max(1, BATCH_BYTES // size)
 
     def read(keys: list[bytes]) -> torch.Tensor:
-        size = geometry.frame_bytes
         buffer = aligned_buffer(len(keys) * size)
         cold.read_into(keys, [buffer[i * size : (i + 1) * size] for i in range(len(keys))])
         return torch.frombuffer(buffer, dtype=torch.uint8).view(len(keys), size)

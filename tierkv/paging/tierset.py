@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import HotTier
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
@@ -44,9 +46,11 @@ class TierSet:
         cold: ColdStore | None,
         io_threads: int,
         selective: Selective | None = None,
+        codec: Codec = RAW,
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
+        self.format = FrameFormat(geometry, codec)
         self.stats = Stats()
         self.directory = PageDirectory(geometry.layers)
         self.changed = threading.Condition()
@@ -55,6 +59,7 @@ class TierSet:
             geometry,
             gpu_budget=gpu_budget,
             cpu_budget=cpu_budget,
+            frame_bytes=self.format.frame_bytes,
             has_cold=cold is not None,
             cuda=cuda,
             selective=selective,
@@ -69,10 +74,14 @@ class TierSet:
                 None if selective is None else SelectiveState(selective, geometry, device)
             )
             self.warm = WarmTier(
-                geometry, place.warm_homes, place.warm_inbound, place.warm_outbound, pinned=cuda
+                self.format.frame_bytes,
+                place.warm_homes,
+                place.warm_inbound,
+                place.warm_outbound,
+                pinned=cuda,
             )
             self.transfer = Transfer(
-                geometry,
+                self.format,
                 self.warm,
                 cold,
                 device,
@@ -90,7 +99,7 @@ class TierSet:
 
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
-        page, frame, cold = self.geometry.page_bytes, self.geometry.frame_bytes, self.cold
+        page, frame, cold = self.geometry.page_bytes, self.format.frame_bytes, self.cold
         rows = {
             "hot": (self.hot.pages, page, self.gpu_budget),
             "warm": (self.warm.pages, frame, self.cpu_budget),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tierkv.config import Config, GenerateConfig, converted_dir, load_settings
+from tierkv import codecs
+from tierkv.config import CODECS, Config, GenerateConfig, converted_dir, load_settings
 from tierkv.errors import ConfigError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -162,3 +163,39 @@ def test_every_shipped_file_loads(file: Path) -> None:
 
 def test_files_are_shipped() -> None:
     assert len(CONFIGS) >= 3
+
+
+def test_codecs_are_those_there_are() -> None:
+    assert list(codecs.CODECS) == list(CODECS)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "warm"),
+    [
+        ("raw", "raw", "raw"),
+        ("int8", "hot=raw,warm=int8,cold=int8", "int8"),
+        ("warm=int4", "hot=raw,warm=int4,cold=int4", "int4"),
+        ({"hot": "raw", "warm": "fp8", "cold": "fp8"}, "hot=raw,warm=fp8,cold=fp8", "fp8"),
+        ({"warm": "raw"}, "raw", "raw"),
+    ],
+)
+def test_codec(value: object, kept: str, warm: str) -> None:
+    config = Config.from_kwargs(codec=value)
+    assert config.codec == kept and config.codecs.warm == config.codecs.cold == warm
+    assert Config.from_kwargs(codec=config.codec) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("int3", r"codec: warm must be one of raw, int8, .*, got 'int3'"),
+        (8, "got 8"),
+        ({"warm": ["int8"]}, "got"),
+        ("warn=int8", "hot, warm and cold, got 'warn'"),
+        ({"hot": "int8"}, "codec: hot must be raw .* got 'int8'"),
+        ({"warm": "int8", "cold": "int4"}, "codec: cold must be 'int8' like warm .* got 'int4'"),
+    ],
+)
+def test_bad_codecs(value: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_kwargs(codec=value)

@@ -75,10 +75,13 @@ class TieredModel:
             return None
         config, cold = self.config, None
         codec = CODECS[config.codecs.warm]
+        layout = FrameFormat(geometry, codec)
+        if config.attention == "selective" and device.type == "cuda":
+            layout.check_fetch()
         if config.store is not None:
             cold = ColdStore(
                 config.store,
-                frame_bytes=FrameFormat(geometry, codec).frame_bytes,
+                frame_bytes=layout.frame_bytes,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
             )

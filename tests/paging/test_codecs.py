@@ -20,6 +20,7 @@ from tierkv.paging.directory import NOWHERE
 from tierkv.paging.headpages import read_head_pages
 from tierkv.paging.keys import root_key
 from tierkv.paging.lookup import Lookup
+from tierkv.tiers.frame_format import FrameFormat
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, k_dim=64, v_dim=32, dtype=torch.float32, page_tokens=32)
 LATENTS = Geometry(layers=2, kv_heads=1, k_dim=8, v_dim=48, dtype=torch.float32, page_tokens=16)
@@ -59,7 +60,13 @@ def test_a_page_is_encoded_once(name: str, tiers: int, geometry: Geometry, tmp_p
     codec = CODECS[name]
     store = open_store(tmp_path, geometry, codec=codec) if tiers == 3 else None
     manager = make_manager(
-        store, geometry=geometry, codec=codec, hot=4, staging=2, homes=3 if tiers == 3 else 40, transit=2
+        store,
+        geometry=geometry,
+        codec=codec,
+        hot=4,
+        staging=2,
+        homes=3 if tiers == 3 else 40,
+        transit=2,
     )
     with torch.inference_mode():
         batch = Encoded.new(manager, 2)
@@ -165,3 +172,12 @@ def test_8_bits_keep_the_tokens_of_a_small_model(tmp_path: Path) -> None:
             logits[codec] = model(ids[:, -1:], **step).logits[0, -1].log_softmax(-1)
     near, far = ((logits["raw"] - logits[name]).abs().max() for name in ("int8-channel", "int4"))
     assert 0 < near < 0.3 * far
+
+
+def test_codecs_that_no_kernel_fetches_are_named() -> None:
+    """What selective attention on a GPU asks before anything runs."""
+    for name in ("raw", "int8", "int8-channel", "int4"):
+        FrameFormat(GEOMETRY, CODECS[name]).check_fetch()
+    for name in ("int4-importance", "fp8"):
+        with pytest.raises(ConfigError, match=f"codec: .*selective.* got '{name}'"):
+            FrameFormat(GEOMETRY, CODECS[name]).check_fetch()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierkv.kernels import decode, gather, score, select
+from tierkv.kernels import decode, score, select
 from tierkv.kernels.build import Launch
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
@@ -136,7 +136,9 @@ class Reader:
             page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
             **candidates,
         )  # fmt: skip
-        fetching = gather.prepare_fetch(state.addresses[at], plan.fetches, frames)
+        fetching = self.manager.tiers.format.prepare_fetch(
+            state.addresses[at], plan.fetches, frames
+        )
         return LayerLaunches(scoring, choosing, fetching, pages, tail)
 
     def _run(self, launches: LayerLaunches, layer: int, sequences: Sequences | None) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from tierkv.codecs.base import CHUNK, head_pages
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 from tierkv.units import round_up
 
@@ -83,9 +84,9 @@ class Section:
         if without is not None:
             least = x.masked_fill(without[..., None], torch.inf)
             most = x.masked_fill(without[..., None], -torch.inf)
-        high = self.grouped(most).amax((-3, -1), keepdim=True)
-        low = self.grouped(least).amin((-3, -1), keepdim=True)
-        low = low + 0.0  # of -0 and 0 always the latter
+        # Adding 0 turns -0 into 0: which of the two a minimum finds first is not defined.
+        high = self.grouped(most).amax((-3, -1), keepdim=True) + 0.0
+        low = self.grouped(least).amin((-3, -1), keepdim=True) + 0.0
         scale = round_scale((high - low) / (2**self.bits - 1))
         bad = ~((low >= -LIMIT) & (high <= LIMIT))
         return scale.masked_fill(bad, torch.nan), low.masked_fill(bad, 0.0)
@@ -170,6 +171,11 @@ class Affine:
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page."""
         return sum(section.num_bytes for section in self.sections(geometry))
+
+    def layout(self, geometry: Geometry) -> Layout:
+        """Return what kernels are compiled for."""
+        groups = [(s.dim, s.group_tokens, s.group_dims) for s in self.sections(geometry)]
+        return Layout(geometry.dtype, self.bits, geometry.page_tokens, *groups[0], *groups[1])
 
     def encode(
         self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor

@@ -96,6 +96,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N,N", help="contexts (default: 128K,256K,512K,1M)")
     add("--hot", default="1/8", metavar="SHARES",
         help="gpu_budget as shares of the KV, such as 1/8,1 (default: 1/8)")  # fmt: skip
+    add("--codec", default="raw", metavar="NAMES",
+        help="how pages are stored below hot, such as raw,int8,int4: one row each")  # fmt: skip
     add("--cpu-budget", metavar="SIZE", help="host memory for KV (default: all that is not hot)")
     add("--store", metavar="DIR", help="directory of the cold tier, for what fits neither")
     add("--prefill", nargs="?", const="128K", metavar="N",

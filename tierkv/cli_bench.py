@@ -23,6 +23,7 @@ from rich.table import Table
 from tierkv.bench.options import Options
 from tierkv.bench.runs import run
 from tierkv.bench.summary import OFFLOADED, STOCK, TIERKV, goals, hot_label
+from tierkv.config import parse_codecs
 from tierkv.doctor import gpu
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
@@ -112,6 +113,7 @@ def options_from(args: argparse.Namespace) -> Options:
         cpu_budget=None if args.cpu_budget is None else parse_bytes(args.cpu_budget),
         store=None if args.store is None else Path(args.store).expanduser(),
         page_tokens=args.page_tokens,
+        codecs=codecs(args.codec),
         scale=16 if quick and not cuda else 1,
     )
 
@@ -130,6 +132,15 @@ def contexts(text: str) -> tuple[int, ...]:
             raise ConfigError(f"tokens must be numbers such as 4096, 128K or 1M, got {part!r}")
         found.append(int(digits) * unit)
     return tuple(found)
+
+
+def codecs(text: str) -> tuple[str, ...]:
+    """Return the codecs of a text such as ``raw,int8``.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+    return tuple(dict.fromkeys(parse_codecs(name).warm for name in text.split(",")))
 
 
 def _share(text: str) -> float:

@@ -23,7 +23,7 @@ from tierkv.tiers.warm import WarmTier
 @pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32])
 def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
     geometry = Geometry(1, 3, 40, 24, request.param, 16)
-    layout = FrameFormat(geometry)
+    layout = FrameFormat(geometry)  # with other codecs, frames are moved in the same way
     warm = WarmTier(layout.frame_bytes, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7  # copies must stop at the border of two registered chunks
     device = torch.device("cuda")

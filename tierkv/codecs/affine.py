@@ -141,32 +141,31 @@ class Affine:
 
     Attributes:
         bits: of a code, 8 or 4.
-        key_channels: keys are grouped by channel over `group` tokens, else by token.
-        group: tokens of a key group by channel, channels of a group by token; 0 for the whole
-            head. A dim that is no multiple of it makes one group.
+        key_tokens: tokens of a group of keys, by channel; 0 groups keys by token, like values.
+        channels: of a group within one token; 0, or a dim that is no multiple, makes one group.
     """
 
     name: str
     bits: int
-    key_channels: bool
-    group: int
+    key_tokens: int
+    channels: int
     lossless: bool = False
 
     def sections(self, geometry: Geometry) -> tuple[Section, Section]:
         """Return how K and V of a head-page lie."""
         tokens, size = geometry.page_tokens, geometry.dtype.itemsize
         by_token = [
-            Section(tokens, dim, size, self.bits, 1, self.channels(dim))
+            Section(tokens, dim, size, self.bits, 1, self.group(dim))
             for dim in (geometry.k_dim, geometry.v_dim)
         ]
-        if not self.key_channels:
+        if not self.key_tokens:
             return by_token[0], by_token[1]
-        rows = min(self.group or tokens, tokens)
+        rows = min(self.key_tokens, tokens)
         return Section(tokens, geometry.k_dim, size, self.bits, rows, 1), by_token[1]
 
-    def channels(self, dim: int) -> int:
+    def group(self, dim: int) -> int:
         """Channels of a group that lies within one token."""
-        return self.group if self.group and dim % self.group == 0 else dim
+        return self.channels if self.channels and dim % self.channels == 0 else dim
 
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page."""

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from tierkv.codecs.affine import Affine
 
-INT8 = Affine("int8", bits=8, key_channels=False, group=0)
+INT8 = Affine("int8", bits=8, key_tokens=0, channels=0)

@@ -7,4 +7,4 @@ from __future__ import annotations
 
 from tierkv.codecs.affine import Affine
 
-INT8_CHANNEL = Affine("int8-channel", bits=8, key_channels=True, group=32)
+INT8_CHANNEL = Affine("int8-channel", bits=8, key_tokens=32, channels=32)

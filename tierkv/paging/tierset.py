@@ -50,7 +50,7 @@ class TierSet:
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
-        self.format = FrameFormat(geometry, codec)
+        self.format = FrameFormat(geometry, codec, on_disk=cold is not None)
         self.stats = Stats()
         self.directory = PageDirectory(geometry.layers)
         self.changed = threading.Condition()

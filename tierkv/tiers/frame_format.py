@@ -17,6 +17,9 @@ from tierkv.page import SECTOR, Geometry
 from tierkv.tiers.arena import Arena
 from tierkv.units import round_up
 
+ROW = 512
+"""Bytes to which frames are aligned at least: transfers over the link are whole ones."""
+
 
 class FrameFormat:
     """Encodes pages into frames and decodes frames into an arena.
@@ -25,13 +28,15 @@ class FrameFormat:
 
     Attributes:
         page_bytes: bytes of one encoded page, what crosses the link.
-        frame_bytes: bytes of its frame, a multiple of `SECTOR`.
+        frame_bytes: bytes of its frame: whole sectors, or for encoded pages that never go to disk
+            a multiple of `ROW`, as little padding as that allows.
     """
 
-    def __init__(self, geometry: Geometry, codec: Codec = RAW):
+    def __init__(self, geometry: Geometry, codec: Codec = RAW, *, on_disk: bool = True):
         self.geometry, self.codec = geometry, codec
         self.page_bytes = encoded_bytes(codec, geometry)
-        self.frame_bytes = round_up(self.page_bytes, SECTOR)
+        whole = SECTOR if on_disk or codec.lossless else ROW
+        self.frame_bytes = round_up(self.page_bytes, whole)
         self._layout = codec.layout(geometry) if isinstance(codec, Affine) else None
 
     def write(self, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ DOORS = {
     "cupy": "tierkv/kernels/",
     "transformers": "tierkv/hf/",
     "yaml": "tierkv/config.py",
+    "zstandard": ("tierkv/codecs/lossless.py", "tierkv/paging/manifest.py"),
     "rich": ("tierkv/cli_report.py", "tierkv/cli_bench.py", "tierkv/cli_eval.py"),
     "matplotlib": ("tierkv/bench/plots.py", "tierkv/bench/quality_plot.py"),
     "xxhash": "tierkv/tiers/",

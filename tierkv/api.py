@@ -30,8 +30,8 @@ from tierkv.paging.manager import PageManager
 from tierkv.paging.saved import store_of
 from tierkv.paging.selective import Selective
 from tierkv.selection.settings import selective_settings
-from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.packed import open_store
 
 DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
 """Prompt tokens per forward: enough for full-speed matrix products, and on a GPU for the
@@ -79,9 +79,11 @@ class TieredModel:
         if config.attention == "selective" and device.type == "cuda":
             layout.check_fetch()
         if config.store is not None:
-            cold = ColdStore(
+            cold = open_store(
                 config.store,
-                frame_bytes=layout.frame_bytes,
+                layout,
+                config.codecs.zstd_level,
+                threads=config.io_threads,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
             )

@@ -140,7 +140,10 @@ def codecs(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: one of them is unknown.
     """
-    return tuple(dict.fromkeys(parse_codecs(name).warm for name in text.split(",")))
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        parse_codecs(name)
+    return names
 
 
 def _share(text: str) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +34,7 @@ ATTENTIONS = ("exact", "selective")
 SELECTORS = ("cuboid", "bound", "mean", "window", "oracle")
 CODECS = ("raw", "int8", "int8-channel", "int4", "int4-importance", "fp8")
 """How pages may be stored in warm memory and on disk; `tierkv.codecs` has one file for each."""
+_ZSTD = re.compile(r"raw\+zstd(:([1-9]|1[0-9]))?")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -47,17 +49,24 @@ def _check_number(knob: str, value: Any) -> None:
 
 
 class TierCodecs(NamedTuple):
-    """The codec of each tier. Pages are encoded once, so cold has warm's."""
+    """The codec of each tier. Pages are encoded once, so cold has warm's, or packs raw pages."""
 
     hot: str
     warm: str
     cold: str
 
+    @property
+    def zstd_level(self) -> int | None:
+        """The level at which pages are packed on disk; None if they are not."""
+        _, packed, level = self.cold.partition("+zstd")
+        return int(level.removeprefix(":") or 1) if packed else None
+
 
 def parse_codecs(value: Any) -> TierCodecs:
-    """Return the codecs of ``int8``, of ``warm=int8,cold=int8``, or of such a mapping.
+    """Return the codecs of ``int8``, of ``warm=raw,cold=raw+zstd``, or of such a mapping.
 
     One name alone is for warm and cold. A tier not named has raw pages, and cold what warm has.
+    ``raw+zstd`` packs raw pages on disk without loss; ``raw+zstd:3`` says the level.
 
     Raises:
         ConfigError: names the setting, the value and what is possible.
@@ -69,20 +78,25 @@ def parse_codecs(value: Any) -> TierCodecs:
         parts = [part.partition("=") for part in value.split(",")]
         tiers = {name.strip(): codec.strip() for name, _, codec in parts}
     else:
-        tiers = {"warm": value}
+        tiers = {"warm": value} if value in CODECS else {"cold": value}
     for tier, name in tiers.items():
         if tier not in TierCodecs._fields:
             raise ConfigError(f"codec: tiers are hot, warm and cold, got {tier!r} in {value!r}")
+        if tier == "cold" and isinstance(name, str) and _ZSTD.fullmatch(name):
+            continue
         if name not in CODECS:
-            raise ConfigError(f"codec: {tier} must be one of {', '.join(CODECS)}, got {name!r}")
+            more = " or raw+zstd" if tier == "cold" else ""
+            raise ConfigError(
+                f"codec: {tier} must be one of {', '.join(CODECS)}{more}, got {name!r}"
+            )
     warm = tiers.get("warm", "raw")
     codecs = TierCodecs(tiers.get("hot", "raw"), warm, tiers.get("cold", warm))
     if codecs.hot != "raw":
         raise ConfigError(f"codec: hot must be raw (attention reads raw pages), got {codecs.hot!r}")
-    if codecs.cold != warm:
+    if codecs.cold != warm and (warm != "raw" or codecs.zstd_level is None):
         raise ConfigError(
-            f"codec: cold must be {warm!r} like warm (a page is encoded once and moved as it is), "
-            f"got {codecs.cold!r}"
+            f"codec: cold must be {warm!r} like warm (a page is encoded once and moved as it is; "
+            f"raw ones may be 'raw+zstd'), got {codecs.cold!r}"
         )
     return codecs
 
@@ -117,7 +131,8 @@ class Config:
             limit.
         codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
-            Also ``warm=int8,cold=int8`` or a mapping; kept as a text.
+            Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
+            in memory and packs them on disk, without loss.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
@@ -172,7 +187,7 @@ class Config:
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         codecs = parse_codecs(self.codec)
         plain = ",".join(f"{tier}={name}" for tier, name in codecs._asdict().items())
-        object.__setattr__(self, "codec", "raw" if codecs.warm == "raw" else plain)
+        object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
         _check_number("reuse", self.reuse)

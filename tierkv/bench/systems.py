@@ -15,6 +15,7 @@ from tierkv.bench.options import Options
 from tierkv.bench.summary import STOCK, TIERKV
 from tierkv.bench.workload import Progress
 from tierkv.codecs import CODECS
+from tierkv.config import parse_codecs
 from tierkv.errors import TierKVError
 from tierkv.hf import shapes
 from tierkv.page import Geometry
@@ -72,7 +73,11 @@ class Systems:
             gpu = int(tokens * geometry.token_bytes * share)
         slack = (2 * geometry.layers + 8) * geometry.page_bytes
         down = max(kv - gpu + min(gpu // 8, 512 << 20), 0) + slack
-        cpu = down // geometry.page_bytes * FrameFormat(geometry, CODECS[codec]).frame_bytes
+        cpu = (
+            down
+            // geometry.page_bytes
+            * FrameFormat(geometry, CODECS[parse_codecs(codec).warm]).frame_bytes
+        )
         return {"gpu_budget": gpu, "cpu_budget": options.cpu_budget or cpu, "codec": codec}
 
     def _tiers(self, tokens: int, share: float, codec: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Context:
             )
         self._manager = self.cache.live_manager()
         self._store = saved.store_of(self._manager)
-        codec = self._manager.tiers.format.codec.name
+        codec = self._manager.tiers.stored_codec
         self._root = root_key(fingerprint(model.hf_model), self._manager.geometry, codec=codec)
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=self._manager.device)
 

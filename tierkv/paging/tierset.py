@@ -18,6 +18,7 @@ from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import HotTier
+from tierkv.tiers.packed import PackedStore
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -97,19 +98,27 @@ class TierSet:
         """Return the name of a page in the cold store."""
         return self._session + struct.pack(">IH", block, layer)
 
+    @property
+    def stored_codec(self) -> str:
+        """How pages are stored on disk, as far as another store could not read them."""
+        packed = "+zstd" if isinstance(self.cold, PackedStore) else ""
+        return self.format.codec.name + packed
+
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
         page, frame, cold = self.geometry.page_bytes, self.format.frame_bytes, self.cold
         rows = {
             "hot": (self.hot.pages, page, self.gpu_budget),
             "warm": (self.warm.pages, frame, self.cpu_budget),
-            "cold": (0, frame, 0) if cold is None else (len(cold), frame, cold.disk_budget),
+            "cold": (0, 0, 0) if cold is None else (len(cold), cold.frame_bytes, cold.disk_budget),
         }
         tiers = {
             name: {"pages": pages, "bytes": pages * size, "budget_bytes": budget}
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
+        if isinstance(self.cold, PackedStore):
+            report["packing"] = self.cold.report()
         if self.selective is not None and self.selective.spec.slots:
             names = ("reused", "fetched", "awaited")
             counts = self.selective.counters.sum(dim=0).tolist()

@@ -17,6 +17,7 @@ from typing import Any
 import tierkv
 from tierkv.config import (
     ATTENTIONS,
+    CODECS,
     DTYPES,
     SELECTORS,
     Config,
@@ -130,8 +131,9 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
         help="true tokens fed after the context; 0 for none (default: 128)")  # fmt: skip
     add("--needles", type=int, default=20, metavar="S",
         help="contexts with a needle to find; 0 for none (default: 20)")  # fmt: skip
-    add("--selectors", default="cuboid", metavar="NAMES",
-        help=f"among {','.join(SELECTORS)} (default: cuboid)")  # fmt: skip
+    add("--selectors", metavar="NAMES",
+        help=f"among {','.join(SELECTORS)} (default: cuboid; none with --codecs)")  # fmt: skip
+    add("--codecs", default="", metavar="NAMES", help=f"among {','.join(CODECS)}, or all")
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
     for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",

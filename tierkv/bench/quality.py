@@ -1,6 +1,8 @@
-"""How much selective attention changes what a model says: a text's continuation, and needles.
+"""How much selective attention or a codec changes what a model says: a continuation, needles.
 
-Every predicted token that is scored comes from a decode step, so all of them select.
+Every predicted token that is scored comes from a decode step, so all of them select. Of encoded
+contexts every whole page has been through the codec, as if none were hot; pages that the
+continuation itself fills stay raw.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ class Options:
     needles: int
     selectors: tuple[str, ...]
     budgets: tuple[int, ...]
+    codecs: tuple[str, ...] = ()
     tiers: dict[str, Any] = field(default_factory=dict)
 
     def settings(self) -> list[Setting]:
         """Return what is compared, exact attention first."""
-        return [Setting(), *(Setting(name, n) for name in self.selectors for n in self.budgets)]
+        encoded = [Setting(codec=name) for name in self.codecs if name != "raw"]
+        selecting = [Setting(name, n) for name in self.selectors for n in self.budgets]
+        return [Setting(), *encoded, *selecting]
 
 
 def run(
@@ -97,4 +102,6 @@ def row(found: Forced, exact: Forced, targets: torch.Tensor) -> dict[str, Any]:
         "kv_share": found.kv_share,
         "steps": len(targets),
         "seconds": found.seconds,
+        "bytes_per_token": found.bytes_per_token,
+        **({} if found.damage is None else found.damage.worst()),
     }

@@ -16,10 +16,12 @@ from tests.paging_helpers import budgets
 from tierkv.codecs import CODECS, RAW, encoded_bytes
 from tierkv.errors import ColdReadError, ConfigError
 from tierkv.page import Geometry
+from tierkv.paging import saved
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.headpages import read_head_pages
-from tierkv.paging.keys import root_key
+from tierkv.paging.keys import page_key, root_key
 from tierkv.paging.lookup import Lookup
+from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, k_dim=64, v_dim=32, dtype=torch.float32, page_tokens=32)
@@ -181,3 +183,30 @@ def test_codecs_that_no_kernel_fetches_are_named() -> None:
     for name in ("int4-importance", "fp8"):
         with pytest.raises(ConfigError, match=f"codec: .*selective.* got '{name}'"):
             FrameFormat(GEOMETRY, CODECS[name]).check_fetch()
+
+
+@pytest.mark.parametrize("homes", [2, 20])
+def test_saved_pages_are_those_that_were_encoded_first(homes: int, tmp_path: Path) -> None:
+    """Saving used to decode pages in warm memory and on disk, and to encode them once more."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, homes=homes,
+        hot=2, staging=2, transit=2,
+    )  # fmt: skip
+    batch, blocks = Encoded.new(manager, 1), [bytes([i]) * 32 for i in range(8)]
+    batch.append(7 * GEOMETRY.page_tokens + 5)
+    assert saved.save(manager, batch.sequences, blocks) == 2 * 8
+    for layer in range(2):
+        frames = [aligned_buffer(manager.warm.frame_bytes) for _ in blocks]
+        assert manager.cold is not None
+        manager.cold.read_into([page_key(block, layer) for block in blocks], frames)
+        hot = manager.directory.hot[batch.sequences.blocks[0, :7], layer] != NOWHERE
+        assert 0 < hot.sum() < 7
+        for position, frame in enumerate(frames):
+            span = slice(position * 32, (position + 1) * 32)
+            page = [x[layer][0, :, span] for x in (batch.keys, batch.values)]
+            k, v = (torch.nn.functional.pad(x, (0, 0, 0, 32 - x.shape[1])) for x in page)
+            want = torch.zeros(1, len(frame), dtype=torch.uint8)
+            INT8.encode(GEOMETRY, k[:, None], v[:, None], want)
+            size = manager.tiers.format.page_bytes
+            assert bytes(frame[:size]) == want[0, :size].numpy().tobytes(), (layer, position)
+    close_all(manager, [batch])

@@ -28,6 +28,8 @@ FETCH_BLOCKS = 2 * LINK_BLOCKS
 """Blocks that decode from host memory: a block has one head-page under way, about 9 KiB of
 8-bit codes, less than a block that only copies."""
 SLAB_TOKENS = 32
+STATIC_SHARED, DYNAMIC_SHARED = 48 << 10, 96 << 10
+"""Shared memory of a block on every GPU: declared in the source, and asked for by a launch."""
 
 
 class Layout(NamedTuple):
@@ -45,9 +47,13 @@ class Layout(NamedTuple):
 
     @property
     def supported(self) -> bool:
-        """Whether kernels can work with it: rows of whole chunks."""
-        dims = (self.k_dim, self.v_dim)
-        return self.dtype in DTYPES and not any(d * self.dtype.itemsize % CHUNK for d in dims)
+        """Whether kernels can work with it: rows of whole chunks that fit shared memory."""
+        if self.dtype not in DTYPES:
+            return False
+        rows = (dim * self.dtype.itemsize for dim in (self.k_dim, self.v_dim))
+        parameters = sum(size for _, size in self.sections())
+        fits = parameters <= STATIC_SHARED and self.shared_bytes <= DYNAMIC_SHARED
+        return fits and not any(row % CHUNK for row in rows)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import numpy as np
 import torch
 
 from tierkv.errors import ColdReadError, ConfigError
+from tierkv.paging.directory import NOWHERE
+from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
 from tierkv.paging.lookup import Lookup, Part
 from tierkv.paging.manager import PageManager
+from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
@@ -50,6 +54,9 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
     step = max(1, BATCH_BYTES // manager.warm.frame_bytes)
     try:
         for layer in range(manager.geometry.layers):
+            if not manager.tiers.format.codec.lossless:
+                for new in _save_encoded(manager, sequences, layer, block_keys[:past]):
+                    written += new
             whole = Lookup(manager, sequences, layer, past, sequences.tails[layer], offset, None, 2)
             for part in whole.parts(step):
                 for start in range(0, len(part.positions), step):
@@ -87,6 +94,30 @@ def _frames(manager: PageManager, part: Part, start: int, count: int) -> list[me
     raw = torch.frombuffer(buffer, dtype=torch.uint8).view(count, size)
     manager.tiers.format.write(k, v, raw)
     return [buffer[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _save_encoded(
+    manager: PageManager, sequences: Sequences, layer: int, block_keys: Sequence[bytes]
+) -> Iterator[list[bytes]]:
+    """Write sealed pages below hot as they were encoded once; yield the keys after each write."""
+    cold, blocks = store_of(manager), sequences.blocks[0, : len(block_keys)]
+    keys = [page_key(key, layer) for key in block_keys]
+    hot = manager.directory.hot[blocks, layer]
+    below = [i for i in np.flatnonzero(hot == NOWHERE).tolist() if keys[i] not in cold]
+    step = manager.warm.inbound.capacity
+    for at in range(0, len(below), step):
+        part = below[at : at + step]
+        sources = open_pages(manager, Fetch(layer, blocks[part]))
+        try:
+            for read in sources.reads:
+                read.result()
+            manager.transfer.wait_frames(sources.frames)
+            new = [keys[i] for i in part]
+            cold.put(new, [manager.warm.payload(frame) for frame in sources.frames.tolist()])
+        finally:
+            wait(sources.reads)
+            sources.release()
+        yield new
 
 
 def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:

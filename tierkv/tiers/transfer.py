@@ -300,7 +300,7 @@ class Transfer:
 
     def _read(self, keys: Sequence[bytes], frames: Frames) -> None:
         assert self.cold is not None
-        self._wait_frames(frames)
+        self.wait_frames(frames)
         self.cold.read_into(keys, [self.warm.payload(frame) for frame in frames.tolist()])
 
     def spill(self, task: Callable[[], None]) -> Future[None]:
@@ -314,10 +314,10 @@ class Transfer:
             ColdWriteError, DiskBudgetError: nothing of the batch became visible.
         """
         assert self.cold is not None
-        self._wait_frames(frames)
+        self.wait_frames(frames)
         self.cold.put(keys, [self.warm.payload(frame) for frame in frames.tolist()])
 
-    def _wait_frames(self, frames: Frames) -> None:
+    def wait_frames(self, frames: Frames) -> None:
         """Block this thread until no copy to or from the frames is pending."""
         if self.cuda:
             with self._enqueue:

@@ -269,9 +269,10 @@ class PageManager:
             raise
         reads = []
         if len(missing):
+            assert self.cold is not None
             keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
             reads = self.transfer.read_cold(keys, inbound)
-            self.stats.cold_to_warm_bytes += len(missing) * self.warm.frame_bytes
+            self.stats.cold_to_warm_bytes += len(missing) * self.cold.frame_bytes
         self.stats.warm_to_hot_bytes += len(slots) * self.tiers.format.page_bytes
         resident = None
         if len(on_device):

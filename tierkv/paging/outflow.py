@@ -174,7 +174,8 @@ class Outflow:
             if error is not None:
                 self._queued = batch + self._queued
             else:
-                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.warm.frame_bytes
+                assert self.tiers.cold is not None
+                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.cold.frame_bytes
                 self.tiers.directory.cold[blocks, layers] = True
                 self.tiers.directory.warm[blocks, layers] = NOWHERE
                 pinned = {frame for frame in frames.tolist() if self._pinned[frame]}

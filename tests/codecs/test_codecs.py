@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.combinations import examples
 from tierkv.codecs import CHUNK, CODECS, Codec, encoded_bytes
-from tierkv.codecs.affine import LIMIT
+from tierkv.codecs.affine import LIMIT, Affine
 from tierkv.page import Geometry
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -148,3 +148,18 @@ def test_importance_keeps_the_tokens_it_is_told_to() -> None:
     wide = (codec.decode(geometry, frames)[1].float() - v.float()).abs().mean((0, 1, 3))
     rest = [token for token in range(32) if token not in chosen]
     assert wide[chosen].max() < 0.2 * wide[rest].max()
+
+
+def test_importance_beats_smaller_groups_at_equal_bytes() -> None:
+    """Where a few tokens are unlike the others, as sinks are; error over the other tokens' keys."""
+    geometry = Geometry(1, 4, 128, 128, BF16, 32)
+    finer, codec = Affine("int4", bits=4, key_tokens=16, channels=16), CODECS["int4-importance"]
+    assert encoded_bytes(codec, geometry) <= encoded_bytes(finer, geometry)
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(4, 6, 32, 128, generator=generator) for _ in range(2))
+    k[:, :, [0, 13, 29]] *= 6.0
+    errors = {}
+    for name, one in (("importance", codec), ("finer", finer)):
+        got = round_trip(one, geometry, k.to(BF16), v.to(BF16))[1].float()
+        errors[name] = ((got - k).norm() / k.norm()).item()
+    assert errors["importance"] < 0.7 * errors["finer"]

@@ -23,6 +23,8 @@ from tierkv.hf.cache import TierCache
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
 
+TOGETHER = 64
+"""Tokens that are fed at once where all attention is exact."""
 KEPT_SHARE = 0.25
 """Of free host memory that keys and values of a context may take between settings."""
 
@@ -108,7 +110,9 @@ def forced(
     tiers: dict[str, Any],
     say: Progress,
 ) -> Iterator[Forced]:
-    """Prefill ``ids[:, :start]``, then feed the rest but the last token one by one, per setting.
+    """Prefill ``ids[:, :start]``, then feed the rest but the last token, per setting.
+
+    One by one if any setting selects, else several together: exact attention gives the same.
 
     The prefill is repeated for each setting only where the model has layers with state of their
     own (windows, recurrence), or where keys and values would fill host memory; codecs are not
@@ -123,6 +127,7 @@ def forced(
     """
     kept: Kept | None = None
     total, feeds = ids.shape[1], range(start, ids.shape[1] - 1)
+    stride = 1 if any(setting.selector for setting in settings) else TOGETHER
     for setting in settings:
         with api.wrap(model, **{**tiers, **setting.arguments(total)}) as wrapped:
             text = model.config.get_text_config(decoder=True)
@@ -146,10 +151,11 @@ def forced(
                     pages, damage = stored(kept, wrapped.manager.geometry, setting.codec)
                 for layer, k, v in pages:
                     workload.append(cache, layer, k.to(ids.device), v.to(ids.device))
-            before, logits = time.perf_counter(), []
-            for count, at in enumerate(feeds):
-                say(setting.label, count, len(feeds))
-                logits.append(workload.step(model, cache, ids[:, at : at + 1])[0, -1].float().cpu())
+            before, logits = time.perf_counter(), list[torch.Tensor]()
+            for at in feeds[::stride]:
+                say(setting.label, at - start, len(feeds))
+                tokens_fed = ids[:, at : min(at + stride, total - 1)]
+                logits += workload.step(model, cache, tokens_fed)[0].float().cpu()
             seconds = time.perf_counter() - before
             tokens, share = reads(wrapped.manager, feeds)
             cache.close()

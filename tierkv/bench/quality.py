@@ -1,6 +1,6 @@
 """How much selective attention or a codec changes what a model says: a continuation, needles.
 
-Every predicted token that is scored comes from a decode step, so all of them select. Of encoded
+Where anything selects, every token that is scored comes from a decode step. Of encoded
 contexts every whole page has been through the codec, as if none were hot; pages that the
 continuation itself fills stay raw.
 """

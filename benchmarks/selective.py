@@ -2,15 +2,19 @@
 
 Regime: one sequence, bf16, random weights and random KV filled in directly; each token is brought
 to the host before the next, as generation does. Pages of the selecting layers are in pinned host
-memory; the first `--dense-layers` layers are exact and hot. Two kinds of steps: `random` feeds
-random tokens (hardly any locality: the worst case), `steady` feeds one token again and again. The
-share of chosen head-pages that were in the reuse cache stands beside each, because that decides
-the time. Rows: captured as a CUDA graph, and eager. Ceilings: reading weights and what attention
-reads once from GPU memory, and moving the missed head-pages over the link, both at bandwidths
-measured first. The last line of stdout is one JSON object.
+memory; the first `--dense-layers` layers are exact and hot. Two kinds of steps: `random` lets
+random weights choose for random tokens (hardly any locality: the worst case), `replayed` chooses
+what SmolLM2 chose on real text, scaled up (`tierkv/bench/locality.py`); scoring still takes its
+time. What decides the time is `ready`, the share of chosen head-pages that were in frames when a
+layer asked. Where lookups are foreseen (`--look-ahead`), `recall` is the share of the chosen that
+were foreseen, and `early` the share of fetched bytes that came ahead of their layer. Rows: eager;
+captured as a CUDA graph; the same with the model's layers compiled; both with lookups foreseen.
+`bare` is the captured step of the same model over 256 tokens: its floor. Ceilings: reading weights
+and what attention reads once from GPU memory, and moving the missed head-pages over the link, both
+at bandwidths measured first. The last line of stdout is one JSON object.
 
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
-        --exact 128K
+        --exact 128K --compile
 """
 
 from __future__ import annotations
@@ -21,23 +25,32 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tierkv import api
+from tierkv.attention import selective_gpu
 from tierkv.bench import ceiling, memory, workload
+from tierkv.bench.locality import Overruled, Player, Recording, replay
 from tierkv.cli_bench import contexts
 from tierkv.config import Config
 from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.page import Geometry
+from tierkv.paging.manager import PageManager
+from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.selection.settings import selective_settings
 from tierkv.units import format_bytes
 
 STAGING_BYTES = 320 << 20
 """More than staging buffers take at most."""
+RECORDED = Path(__file__).parent / "data" / "locality.npz"
+WARMUPS = 8
+"""Steps before those that are timed."""
 ROOM_TOKENS = 4096
 """Tokens that the context may still grow by."""
 
@@ -48,8 +61,10 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=4096)
     parser.add_argument("--dense-layers", type=int, default=2)
     parser.add_argument("--selector", default="cuboid")
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--eager-steps", type=int, default=8)
+    parser.add_argument("--look-ahead", type=int, default=0, metavar="LAYERS")
+    parser.add_argument("--compile", action="store_true", help="also with compiled layers")
     parser.add_argument(
         "--exact", default="1", metavar="TOKENS",
         help="also all on the GPU, ours and transformers', up to this context",
@@ -66,8 +81,8 @@ def main() -> None:
         f"{limits.host_to_device / 1e9:.1f} GB/s, "
         f"device memory {limits.device_memory / 1e12:.2f} TB/s"
     )
-    print(f"{'shape':>15} {'tokens':>8} {'system':>22} {'steps':>7} {'ms/token':>9} {'reused':>7} "
-          f"{'ceiling':>8} {'hot KV':>7} {'summaries':>10}")  # fmt: skip
+    print(f"{'shape':>15} {'tokens':>8} {'system':>26} {'steps':>8} {'ms/token':>9} {'ready':>7} "
+          f"{'recall':>7} {'early':>7} {'ceiling':>8} {'hot KV':>7} {'summaries':>10}")  # fmt: skip
     report: dict[str, Any] = {"machine": name, "settings": vars(arguments), "rows": [],
                               "host_to_device": limits.host_to_device,
                               "device_memory": limits.device_memory}  # fmt: skip
@@ -78,7 +93,10 @@ def main() -> None:
         geometry = model_geometry(config, torch.bfloat16)
         assert geometry is not None
         run = Run(shape_name, model, geometry, limits, arguments, report)
+        run.exact(256, "bare")
         for tokens in contexts(lengths):
+            floors = ", ".join(f"{name} {ms:.1f}" for name, ms in run.floors(tokens).items())
+            print(f"{shape_name:>15} {tokens:>8} floors, ms: {floors}")
             run.selective(tokens)
             if tokens <= exact:
                 run.exact(tokens)
@@ -104,6 +122,7 @@ class Run:
 
     def selective(self, tokens: int) -> None:
         """Decode with most of the KV in pinned memory."""
+        torch.cuda.reset_peak_memory_stats(self.device)
         g, a = self.geometry, self.arguments
         knobs = {
             "attention": "selective", "token_budget": a.token_budget, "selector": a.selector,
@@ -111,35 +130,62 @@ class Run:
         }  # fmt: skip
         spec = selective_settings(Config(**knobs), g, self.device, 0)
         pages, selecting = spec.max_pages + 2, g.layers - spec.dense_layers
-        state = selecting * spec.state_bytes(g)
+        state_bytes = selecting * spec.state_bytes(g)
         dense = spec.dense_layers * pages * g.page_bytes
         cpu = (selecting * pages + 64) * g.frame_bytes
         with api.wrap(
-            self.model, gpu_budget=state + dense + STAGING_BYTES, cpu_budget=cpu, **knobs
+            self.model, gpu_budget=state_bytes + dense + STAGING_BYTES, cpu_budget=cpu, **knobs
         ) as wrapped:
             start = time.perf_counter()
             tier_cache = wrapped.cache()
             workload.fill_tiers(tier_cache, g, tokens)
             memory.synchronize(self.device)
             filled = time.perf_counter() - start
-            counters = wrapped.manager.selective.counters
+            state = wrapped.manager.selective
             frames = selecting * (1 + spec.frames) * g.page_bytes
             more = {
                 "hot_bytes": frames + spec.dense_layers * tokens // g.page_tokens * g.page_bytes,
-                "summary_bytes": state - frames, "fill_seconds": filled,
+                "summary_bytes": state_bytes - frames, "fill_seconds": filled,
             }  # fmt: skip
-            graph = DecodeGraph(self.model, tier_cache, tokens + ROOM_TOKENS)
-            eager = self.stepped(tier_cache)
-            for way, call, steps in (
-                ("eager", eager, a.eager_steps), ("captured", self.checked(graph), a.steps)
-            ):  # fmt: skip
-                for kind in ("random", "steady"):
-                    self.decode(f"selective, {way}", tokens, kind, call, steps, counters, more)
-            del graph
+            if a.eager_steps:
+                eager = self.stepped(tier_cache)
+                self.decode("selective, eager", tokens, "random", eager, a.eager_steps, state, more)
+            ways: dict[str, dict[str, Any]] = {"captured": {}}
+            if a.look_ahead:
+                ways["ahead"] = {"look_ahead": a.look_ahead}
+            for way in list(ways) if a.compile else ():
+                ways[f"{way}, compiled"] = ways[way] | {"compiled": True}
+            for kind, player in (("random", None), ("replayed", self.player(spec, tokens))):
+                query = torch.empty(
+                    (1, self.model.config.num_attention_heads, 1, g.k_dim),
+                    dtype=g.dtype, device=self.device,
+                )  # fmt: skip
+                state.reader = player and ReplayReader(wrapped.manager, state, query, player)
+                for way, options in ways.items():
+                    graph = DecodeGraph(self.model, tier_cache, tokens + ROOM_TOKENS, **options)
+                    step, name = self.checked(graph), f"selective, {way}"
+                    more["pinned_bytes"] = wrapped.manager.warm.taken_bytes
+                    self.decode(name, tokens, kind, step, a.steps, state, more, player)
+            state.reader = None
+            del graph, step
             tier_cache.close()
 
-    def exact(self, tokens: int) -> None:
+    def player(self, spec: Selective, tokens: int) -> Player:
+        """Return SmolLM2's choices at the sizes of this model."""
+        made = replay(
+            Recording.load(RECORDED),
+            layers=self.geometry.layers - spec.dense_layers,
+            kv_heads=self.geometry.kv_heads,
+            budget_pages=spec.budget_pages,
+            first=spec.sink_pages,
+            stop=tokens // self.geometry.page_tokens - spec.recent_pages,
+            steps=self.arguments.steps + WARMUPS,
+        )
+        return Player(made, self.device)
+
+    def exact(self, tokens: int, name: str = "exact") -> None:
         """Decode with everything hot, captured."""
+        torch.cuda.reset_peak_memory_stats(self.device)
         g = self.geometry
         pages = (tokens + ROOM_TOKENS) // g.page_tokens + 2
         with api.wrap(
@@ -149,11 +195,15 @@ class Run:
         ) as wrapped:
             tier_cache = wrapped.cache()
             workload.fill_tiers(tier_cache, g, tokens)
-            graph = DecodeGraph(self.model, tier_cache, tokens + ROOM_TOKENS)
             more = {"hot_bytes": tokens * g.token_bytes, "summary_bytes": 0}
-            call, steps = self.checked(graph), self.arguments.steps
-            self.decode("exact, captured", tokens, "random", call, steps, None, more)
-            del graph
+            ways = ("captured", "compiled") if self.arguments.compile else ("captured",)
+            for way in ways:
+                graph = DecodeGraph(
+                    self.model, tier_cache, tokens + ROOM_TOKENS, compiled=way == "compiled"
+                )
+                call, steps = self.checked(graph), self.arguments.steps
+                self.decode(f"{name}, {way}", tokens, "random", call, steps, None, more)
+            del graph, call
             tier_cache.close()
 
     def stock(self, tokens: int) -> None:
@@ -183,49 +233,88 @@ class Run:
     @torch.no_grad()
     def decode(
         self, system: str, tokens: int, kind: str, call: Callable[[torch.Tensor], torch.Tensor],
-        steps: int, counters: torch.Tensor | None, more: dict[str, Any],
+        steps: int, state: SelectiveState | None, more: dict[str, Any],
+        player: Player | None = None,
     ) -> None:  # fmt: skip
         """Time steps and add a row."""
         generator = torch.Generator().manual_seed(3)
         feed = torch.randint(
-            1, self.model.config.vocab_size, (steps + 4, 1, 1), generator=generator
-        )
-        feed = (feed if kind == "random" else feed[:1].expand_as(feed)).to(self.device)
-        seconds, before = [], None
+            1, self.model.config.vocab_size, (steps + WARMUPS, 1, 1), generator=generator
+        ).to(self.device)
+        seconds: list[float] = []
+        before = after = (0,) * 8
         for index, token in enumerate(feed):
-            if index == 4:
-                before = None if counters is None else counters.sum(0).tolist()
+            if index == WARMUPS:
+                before = _counts(state)
+            if player is not None:
+                player.advance()
             start = time.perf_counter()
             call(token)[:, -1].argmax(-1).item()
-            if index >= 4:
+            if index >= WARMUPS:
                 seconds.append(time.perf_counter() - start)
-        g, reused, bounds = self.geometry, None, {}
-        read = tokens * g.token_bytes
-        if counters is not None and before is not None:
-            hits, misses, _ = (b - a for a, b in zip(before, counters.sum(0).tolist(), strict=True))
-            reused = hits / max(hits + misses, 1)
-            head_page = g.page_bytes // g.kv_heads
-            bounds["link"] = misses / steps * head_page / self.limits.host_to_device
+        g, bounds = self.geometry, {}
+        read, shares = tokens * g.token_bytes, {"ready": None, "recall": None, "early": None}
+        if state is not None:
+            after = _counts(state)
+            hits, late, _, used, _, early, _, _ = (
+                b - a for a, b in zip(before, after, strict=True)
+            )
+            shares["ready"] = hits / max(hits + late, 1)
+            if early:
+                shares |= {"recall": used / (hits + late), "early": early / (early + late)}
+            head_page, misses = g.page_bytes // g.kv_heads, early + late
+            more = more | {"link_bytes_per_token": misses / steps * head_page}
+            bounds["link"] = more["link_bytes_per_token"] / self.limits.host_to_device
             dense = self.arguments.dense_layers
-            chosen = (hits + misses) / steps * head_page
+            chosen = (hits + late) / steps * head_page
             read = chosen + more["summary_bytes"] + read * dense / g.layers
         bounds["memory"] = (self.weights + read) / self.limits.device_memory
         row = {
             "shape": self.name, "tokens": tokens, "system": system, "kind": kind,
             "ms_mean": 1e3 * statistics.fmean(seconds), "ms_p50": 1e3 * statistics.median(seconds),
             "ms_p99": 1e3 * sorted(seconds)[int(0.99 * len(seconds))], "steps": steps,
-            "reused": reused, "bounds_ms": {name: 1e3 * bound for name, bound in bounds.items()},
-            "kv_bytes": tokens * g.token_bytes, **more,
+            **shares, "bounds_ms": {name: 1e3 * bound for name, bound in bounds.items()},
+            "kv_bytes": tokens * g.token_bytes, "floors_ms": self.floors(tokens),
+            "peak_gpu_bytes": torch.cuda.max_memory_allocated(self.device), **more,
         }  # fmt: skip
         self.report["rows"].append(row)
         ceiling_ms = sum(row["bounds_ms"].values())
-        print(f"{self.name:>15} {tokens:>8} {system:>22} {kind:>7} {row['ms_p50']:>9.2f} "
-              f"{'' if reused is None else f'{reused:.1%}':>7} {ceiling_ms:>8.2f} "
+        texts = ["" if share is None else f"{share:.1%}" for share in shares.values()]
+        print(f"{self.name:>15} {tokens:>8} {system:>26} {kind:>8} {row['ms_p50']:>9.2f} "
+              f"{texts[0]:>7} {texts[1]:>7} {texts[2]:>7} {ceiling_ms:>8.2f} "
               f"{more['hot_bytes'] / row['kv_bytes']:>7.1%} "
               f"{format_bytes(more['summary_bytes']):>10}", flush=True)  # fmt: skip
         if self.arguments.json:
             with open(self.arguments.json, "w", encoding="utf-8") as file:
                 json.dump(self.report, file, indent=1)
+
+    def floors(self, tokens: int) -> dict[str, float]:
+        """Return the time of reading weights and all KV from GPU memory, by the KV's dtype."""
+        kv = tokens * self.geometry.token_bytes
+        parts = {"dense bf16": kv, "dense int8": kv // 2, "weights": 0}
+        rate = self.limits.device_memory / 1e3
+        return {name: (self.weights + num_bytes) / rate for name, num_bytes in parts.items()}
+
+
+class ReplayReader(selective_gpu.Reader):
+    """Chooses what a player says."""
+
+    def __init__(self, manager: PageManager, state: Any, query: torch.Tensor, player: Player):
+        super().__init__(manager, state, query)
+        self.player = player
+
+    def _choosing(self, layer: int, query: Any, scores: Any, plan: Any, scale: float) -> Any:
+        choosing = super()._choosing(layer, query, scores, plan, scale)
+        pages = self.player.guessed if plan is self.foreseen_plan else self.player.chosen
+        overruled = Overruled(choosing.score, scores.mass, pages[self.state.index(layer)])
+        return replace(choosing, score=overruled)
+
+
+def _counts(state: SelectiveState | None) -> tuple[int, ...]:
+    """Return what choosing has counted so far: four numbers of the layers, four ahead of them."""
+    if state is None:
+        return (0,) * 8
+    return tuple(torch.cat([state.counters.sum(0), state.announced.sum(0)]).tolist())
 
 
 if __name__ == "__main__":

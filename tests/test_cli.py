@@ -21,7 +21,8 @@ import tierkv
 from tests.conftest import ROOT
 from tierkv import api
 from tierkv.cli import main
-from tierkv.cli_generate import Run, StopFlag, TokenStream, encode
+from tierkv.cli_generate import encode
+from tierkv.cli_stream import Run, StopFlag, TokenStream
 from tierkv.tiers.cold import ColdStore
 
 TEXT = "The bell rings when the wind is against the stream. " * 8

@@ -9,7 +9,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tierkv import codecs
-from tierkv.config import CODECS, Config, GenerateConfig, converted_dir, load_settings
+from tierkv.codec_names import CODECS
+from tierkv.config import Config, GenerateConfig, converted_dir, load_settings
 from tierkv.errors import ConfigError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import ConfigError
-from tierkv.units import format_bytes, parse_bytes, round_up
+from tierkv.units import format_bytes, parse_age, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,15 @@ def test_round_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - value < multiple
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("45s", 45), ("1.5h", 5400), (" 7 d", 604800)])
+def test_ages(text: str, seconds: float) -> None:
+    assert parse_age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "1 month"])
+def test_bad_ages_are_echoed_with_the_knob(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_age(text, knob="--older-than")
+    assert "--older-than" in str(caught.value) and repr(text) in str(caught.value)

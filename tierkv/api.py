@@ -16,10 +16,19 @@ from tierkv.codecs import CODECS
 from tierkv.config import Config
 from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
+from tierkv.hf import reuse
 from tierkv.hf.attach import attach, cache_argument, compute_device, detach
+from tierkv.hf.breakeven import Rates
 from tierkv.hf.cache import TierCache
 from tierkv.hf.context import Context
-from tierkv.hf.generation import only_new_tokens, replayed
+from tierkv.hf.generation import (
+    copies_of,
+    infer_mask,
+    may_lay_out,
+    only_new_tokens,
+    replayed,
+    setting,
+)
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import decode
@@ -33,9 +42,6 @@ from tierkv.selection.settings import selective_settings
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.packed import open_store
 
-DEFAULT_CHUNK_TOKENS = {"cpu": 2048, "cuda": 4096}
-"""Prompt tokens per forward: enough for full-speed matrix products, and on a GPU for the
-arithmetic of a chunk to take longer than streaming its past."""
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 """What transformers calls the cache: the first until 5.23, the second from 5.24."""
 
@@ -51,6 +57,7 @@ class TieredModel:
         self.config = config
         self.hf_model = hf_model
         self._prefilled = {"tokens": 0, "seconds": 0.0}
+        self.rates = Rates()
         self._last_report: dict[str, Any] | None = None
         self._closed = False
         text = hf_model.config.get_text_config(decoder=True)
@@ -64,6 +71,12 @@ class TieredModel:
             detach(hf_model, former)
             raise
         self._former, self._text_config = former, text
+        if config.prefix_cache and (self.manager is None or self.cache().tiered_in_part):
+            self.close()
+            raise UnsupportedModelError(
+                f"{type(hf_model).__name__} has layers with bounded state of their own (windows, "
+                f"recurrence), which is not in pages: prefix_cache cannot be used with it"
+            )
 
     def _make_manager(self, geometry: Any, device: torch.device) -> PageManager | None:
         if geometry is None:
@@ -86,6 +99,7 @@ class TieredModel:
                 threads=config.io_threads,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
+                writes_per_day=config.disk_writes_per_day,
             )
         try:
             return PageManager(
@@ -97,6 +111,7 @@ class TieredModel:
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
                 codec=codec,
+                prefix_cache=config.prefix_cache,
             )
         except BaseException:
             if cold is not None:
@@ -120,8 +135,10 @@ class TieredModel:
         self._check_open()
         return TierCache(self._text_config, self.manager)
 
-    def open(self, name: str) -> Context:
+    def open(self, name: str | None = None) -> Context:
         """Return the context saved under a name, or an empty one of that name.
+
+        Without a name it is an empty one, which needs no store and gets its name when it is saved.
 
         Raises:
             ConfigError: there is no store, or the context is another model's.
@@ -146,13 +163,15 @@ class TieredModel:
     def forget(self, name: str) -> int:
         """Delete a saved context and the pages that no other one shares; return how many pages.
 
+        Pages that an open context still reads from the store stay there, without a name.
+
         Raises:
             ConfigError: there is none of that name.
         """
         self._check_open()
         if self.manager is None:
             raise ConfigError(f"no context {name!r}: this model has no pages")
-        return manifest.forget(store_of(self.manager), name)
+        return manifest.forget(store_of(self.manager), name, self.manager.directory.saved.values())
 
     def cache_argument(self) -> str:
         """Return what the model calls its cache: ``past_key_values``, or ``cache`` from 5.24."""
@@ -169,19 +188,28 @@ class TieredModel:
         """Run a prompt into a cache in chunks; see `tierkv.prefill`."""
         self._check_open()
         self._check_own(tier_cache)
+        if self.config.prefix_cache:
+            reuse.begin(
+                tier_cache, self.hf_model, input_ids, attention_mask, input_ids.shape[1] - 1
+            )
         start, before = time.perf_counter(), tier_cache.get_seq_length()
         output = hf_prefill.prefill(
             self.hf_model,
             input_ids,
             tier_cache,
-            chunk_tokens=self.config.prefill_chunk or DEFAULT_CHUNK_TOKENS[input_ids.device.type],
+            chunk_tokens=self.config.prefill_chunk or hf_prefill.default_chunk(self.hf_model),
             attention_mask=attention_mask,
             on_progress=on_progress,
         )
         if output is not None and input_ids.device.type == "cuda":
             torch.cuda.synchronize(input_ids.device)
         self._prefilled["tokens"] += tier_cache.get_seq_length() - before
-        self._prefilled["seconds"] += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._prefilled["seconds"] += seconds
+        if before == 0 and len(input_ids) == 1:
+            self.rates.computed(tier_cache.get_seq_length(), seconds)
+        if self.config.prefix_cache:
+            reuse.keep(tier_cache, input_ids, attention_mask)
         return output
 
     def generate(
@@ -213,19 +241,27 @@ class TieredModel:
         self._check_own(tier_cache)
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
-            mask = self._infer_mask(input_ids, kwargs)
+            mask = infer_mask(self.hf_model, input_ids, kwargs)
+        layout = None
         try:
+            if self.config.prefix_cache and not given and may_lay_out(self.hf_model, kwargs):
+                layout = reuse.lay_out(tier_cache, input_ids, mask)
+            if layout is not None:
+                input_ids, mask = layout.ids, layout.mask
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
             graph = self._graph(input_ids, mask, tier_cache, kwargs)
             replays = nullcontext() if graph is None else replayed(self.hf_model, graph)
             with only_new_tokens(self.hf_model, tier_cache), replays:
-                return self.hf_model.generate(
+                output = self.hf_model.generate(
                     input_ids, attention_mask=mask, **{name: tier_cache}, **kwargs
                 )
         except BaseException:
             if not given:
                 tier_cache.close()
             raise
+        if self.config.prefix_cache and (setting(self.hf_model, kwargs, "num_beams") or 1) == 1:
+            reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
+        return output if layout is None else layout.restored(output)
 
     def _graph(
         self,
@@ -248,15 +284,19 @@ class TieredModel:
             )
         ):
             return None
-        copies = max(
-            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        if len(input_ids) * copies > 1 or not bool(mask.all()) or tier_cache.tiered_in_part:
+        if (
+            len(input_ids) * copies_of(self.hf_model, kwargs) > 1
+            or not bool(mask.all())
+            or tier_cache.tiered_in_part
+        ):
             return None
         if tier_cache.graph is None:
             limit = self._text_config.max_position_embeddings
             most = max(self.config.max_context or limit, input_ids.shape[1])
-            tier_cache.graph = DecodeGraph(self.hf_model, tier_cache, most)
+            tier_cache.graph = DecodeGraph(
+                self.hf_model, tier_cache, most,
+                look_ahead=self.config.look_ahead, compiled=self.config.compile,
+            )  # fmt: skip
         graph: DecodeGraph = tier_cache.graph
         return graph
 
@@ -270,7 +310,7 @@ class TieredModel:
         for name in ("inputs_embeds", "position_ids"):
             if kwargs.get(name) is not None:
                 raise ConfigError(f"generate takes input_ids and attention_mask only, not {name}")
-        if self._setting(kwargs, "use_cache") is False:
+        if setting(self.hf_model, kwargs, "use_cache") is False:
             raise ConfigError("use_cache=False contradicts tierkv, which is a cache")
 
     def _check_own(self, tier_cache: Any) -> None:
@@ -289,11 +329,11 @@ class TieredModel:
         on_prefill: Callable[[int, int], None] | None,
     ) -> None:
         """Prefill all but the last token, once for all beams and samples of a prompt."""
-        copies = max(
-            self._setting(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
+        copies = copies_of(self.hf_model, kwargs)
         prompt, visible = input_ids[:, :-1], mask[:, :-1]
         fresh = tier_cache.get_seq_length() == 0
+        if self.config.prefix_cache:
+            reuse.begin(tier_cache, self.hf_model, input_ids, mask, prompt.shape[1])
         if not prompt.shape[1] or tier_cache.get_seq_length() > prompt.shape[1]:
             return
         late = fresh and copies > 1 and not any(tier_cache.is_linear)
@@ -303,21 +343,6 @@ class TieredModel:
         self.prefill(prompt, tier_cache, attention_mask=visible, on_progress=on_prefill)
         if late:
             tier_cache.batch_repeat_interleave(copies)
-
-    def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
-        """Return what transformers will use: an argument, or the given or the model's config."""
-        if name in kwargs:
-            return kwargs[name]
-        value = getattr(kwargs.get("generation_config"), name, None)
-        return getattr(self.hf_model.generation_config, name, None) if value is None else value
-
-    def _infer_mask(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Infer padding as transformers does: pad tokens hide unless they may end the text."""
-        pad, eos = self._setting(kwargs, "pad_token_id"), self._setting(kwargs, "eos_token_id")
-        ends = set(eos if isinstance(eos, list) else [eos])
-        if pad is None or pad in ends:
-            return torch.ones_like(input_ids)
-        return (input_ids != pad).long()
 
     def stats(self) -> dict[str, Any]:
         """Return counters and the state of the tiers, the last one once closed (JSON types)."""

@@ -1,8 +1,8 @@
 """The command ``tierkv``: parse, call the API, print.
 
-``generate`` and ``config show`` live here and in `tierkv.cli_generate`; ``doctor`` is
-`tierkv.doctor`. Exit codes: 0 done, 1 ``doctor`` found something broken, 2 an error (one line on
-stderr; TIERKV_DEBUG=1 shows the traceback), 130 Ctrl-C.
+``config show`` lives here, ``doctor`` in `tierkv.doctor`, any other command in ``tierkv.cli_*``.
+Exit codes: 0 done, 1 ``doctor`` or ``store verify`` found something broken or ``store gc`` came not
+down to its goal, 2 an error (one line on stderr; TIERKV_DEBUG=1 shows the traceback), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import fields
 from typing import Any
 
 import tierkv
+from tierkv.codec_names import CODECS
 from tierkv.config import (
     ATTENTIONS,
-    CODECS,
+    COLD_MISSES,
     DTYPES,
     SELECTORS,
     Config,
@@ -28,6 +29,7 @@ from tierkv.config import (
     load_settings,
 )
 from tierkv.errors import TierKVError
+from tierkv.units import format_bytes
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -37,6 +39,7 @@ _HELP = {
     "cpu_budget": ("SIZE", "KV bytes in host memory"),
     "disk_budget": ("SIZE", "bytes of the store on disk"),
     "disk_floor": ("SIZE", "free disk space never to be used"),
+    "disk_writes_per_day": ("SIZE", "bytes of pages the store may write in a day (UTC)"),
     "store": ("DIR", "directory of the cold tier; without it there is none"),
     "page_tokens": ("N", "tokens per page, a power of two from 16 to 256"),
     "prefill_chunk": ("N", "prompt tokens per forward; 0 chooses"),
@@ -48,9 +51,13 @@ _HELP = {
     "sink_tokens": ("N", "first tokens, always read"),
     "recent_tokens": ("N", "last tokens, always read"),
     "dense_layers": ("N", "first layers, which stay exact"),
+    "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
+    "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
+    "compile": ("", "run the model's layers through torch.compile in replayed steps"),
+    "prefix_cache": ("", "begin new requests with pages of finished ones"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
     "max_new_tokens": ("N", "tokens to generate at most"),
@@ -61,7 +68,9 @@ _HELP = {
     "device": ("NAME", "auto, cpu, cuda or cuda:N"),
     "dtype": ("NAME", "auto (as the model says) or a torch dtype"),
 }
-_CHOICES = {"dtype": DTYPES, "attention": ATTENTIONS, "selector": SELECTORS}
+_CHOICES = {
+    "dtype": DTYPES, "attention": ATTENTIONS, "selector": SELECTORS, "on_cold_miss": COLD_MISSES,
+}  # fmt: skip
 _FIELDS = (*fields(Config), *fields(GenerateConfig))
 
 
@@ -132,7 +141,7 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--needles", type=int, default=20, metavar="S",
         help="contexts with a needle to find; 0 for none (default: 20)")  # fmt: skip
     add("--selectors", metavar="NAMES",
-        help=f"among {','.join(SELECTORS)} (default: cuboid; none with --codecs)")  # fmt: skip
+        help=f"among {','.join(SELECTORS)} (default: cuboid, on a CPU oracle too)")  # fmt: skip
     add("--codecs", default="", metavar="NAMES", help=f"among {','.join(CODECS)}, or all")
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
@@ -145,8 +154,62 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", choices=DTYPES,
         help="auto is as the model says on a GPU and float32 without")  # fmt: skip
     add("--json", metavar="FILE", help="write the report there, after every row")
-    add("--plot", metavar="FILE", help="draw quality against budget there (needs matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw quality against budget and bytes moved there (needs matplotlib)",
+    )
     add("--commit", metavar="HASH", help="what to record where there is no git checkout")
+
+
+def add_store_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``tierkv store``; `tierkv.cli_store` runs them."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, text: str, *positional: str, json: bool = False) -> Any:
+        one = actions.add_parser(name, help=text)
+        for argument in positional:
+            one.add_argument(argument.lower(), metavar=argument)
+        one.add_argument("--store", metavar="DIR", help="directory of the cold tier")
+        if json:
+            one.add_argument("--json", action="store_true", help="print one JSON object instead")
+        one.set_defaults(run=_store)
+        return one.add_argument
+
+    action("ls", "list saved contexts", json=True)
+    add = action("inspect", "show what is kept of a saved context", "NAME", json=True)
+    add("--model", metavar="DIR", help="show its first and last text by this model's tokenizer")
+    add = action("verify", "read every record and report bad ones", json=True)
+    add("--repair", action="store_true", help="drop the bad ones")
+    add = action("gc", "drop pages that no context names, then old contexts if asked", json=True)
+    add("--max-bytes", metavar="SIZE", help="come down to this, least recently used first")
+    add("--older-than", metavar="AGE", help="only contexts not used for 12h, 7d, 2w ...")
+    add("--include-saved", action="store_true", help="saved contexts may go too")
+    add("--compact", action="store_true",
+        help="move pages to the front of their files, so that these shrink (writes)")  # fmt: skip
+    action("rm", "delete a saved context and the pages that only it uses", "NAME")
+    add = action("export", "write a saved context to one file", "NAME", "FILE")
+    add("--force", action="store_true", help="replace the file")
+    add = action("import", "store the context of an exported file (one you trust)", "FILE")
+    add("--name", metavar="NAME", help="save it under this name (default: the one in the file)")
+    add("--force", action="store_true", help="replace a context of that name")
+    add("--disk-budget", default=format_bytes(Config().disk_budget), metavar="SIZE",
+        help=f"{_HELP['disk_budget'][1]} (default: %(default)s)")  # fmt: skip
+    why = actions.add_parser("explain", help="say which pages of a prompt are stored, or why not")
+    add_prompt_flags(why)
+    add_setting_flags(why)
+    why.add_argument("--json", action="store_true", help="print one JSON object instead")
+    why.set_defaults(run=_explain)
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what the model is to read."""
+    parser.add_argument(
+        "--prompt-file", metavar="FILE", help="document to read; - is standard input"
+    )
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="the prompt, put after the document if there is one"
+    )
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
@@ -170,12 +233,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="read a prompt, stream an answer")
-    generate.add_argument(
-        "--prompt-file", metavar="FILE", help="document to read; - is standard input"
-    )
-    generate.add_argument(
-        "--prompt", metavar="TEXT", help="the prompt, put after the document if there is one"
-    )
+    add_prompt_flags(generate)
     add_setting_flags(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object instead")
     generate.add_argument(
@@ -186,24 +244,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
 
+    chat = commands.add_parser("chat", help="talk to a model, a line at a time; /help inside")
+    chat.add_argument("--name", metavar="NAME", help="chat to go on with, or to begin and keep")
+    chat.add_argument("--system", metavar="TEXT", help="system message of a new chat")
+    add_setting_flags(chat)
+    chat.set_defaults(run=_chat)
+
     doctor = commands.add_parser("doctor", help="check this machine and the installation")
     doctor.add_argument("--store", metavar="DIR", help="directory to check for the cold tier")
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
     doctor.set_defaults(run=_doctor)
 
-    store = commands.add_parser("store", help="list, check and delete what a store keeps")
-    kept = store.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for action, text in (
-        ("ls", "list saved contexts"), ("verify", "read every page and report bad ones"),
-        ("rm", "delete a saved context and the pages that only it uses"),
-    ):  # fmt: skip
-        one = kept.add_parser(action, help=text)
-        if action == "rm":
-            one.add_argument("name", metavar="NAME")
-        else:
-            one.add_argument("--json", action="store_true", help="print one JSON object instead")
-        one.add_argument("--store", metavar="DIR", help="directory of the cold tier")
-        one.set_defaults(run=_store)
+    add_store_commands(commands.add_parser("store", help="look after what a store keeps"))
 
     bench = commands.add_parser("bench", help="measure decode and prefill with KV off the GPU")
     add_bench_flags(bench)
@@ -252,6 +304,13 @@ def _generate(args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _chat(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from tierkv.cli_chat import chat  # torch and transformers, only when needed
+
+    return chat(settings, args.name, args.system)
+
+
 def _bench(args: argparse.Namespace) -> int:
     from tierkv.cli_bench import bench  # torch and transformers, only when needed
 
@@ -268,6 +327,13 @@ def _store(args: argparse.Namespace) -> int:
     from tierkv.cli_store import store  # torch, only when needed
 
     return store(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
+    settings = settings_from(args)
+    from tierkv.cli_explain import explain_store  # torch and transformers, only when needed
+
+    return explain_store(args, settings)
 
 
 def _doctor(args: argparse.Namespace) -> int:

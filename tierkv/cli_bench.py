@@ -23,14 +23,13 @@ from rich.table import Table
 from tierkv.bench.options import Options
 from tierkv.bench.runs import run
 from tierkv.bench.summary import OFFLOADED, STOCK, TIERKV, goals, hot_label
-from tierkv.config import parse_codecs
+from tierkv.cli_report import TABLE_WIDTH, StepLine
+from tierkv.codec_names import parse_codecs
 from tierkv.doctor import gpu
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
 from tierkv.units import format_bytes, parse_bytes
 
-TABLE_WIDTH = 190
-"""Columns of the table where stdout is no terminal."""
 CONTEXTS = "128K,256K,512K,1M"
 
 
@@ -60,7 +59,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     options = options_from(args)
     described = {"machine": machine(args.commit)}
     file = Path(args.json) if args.json else None
-    bar = _Progress()
+    bar = StepLine()
 
     def save(report: dict[str, Any]) -> None:
         report["seconds"] = round(time.perf_counter() - started, 1)
@@ -188,33 +187,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-class _Progress:
-    """What is being done, on stderr: one live line on a terminal, else a line per measurement."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._status = self._console.status("") if self._console.is_terminal else None
-        self._last = ""
-
-    def say(self, text: str, done: int, total: int) -> None:
-        """Show `text` and how much of it is done."""
-        part = f" {done:,}/{total:,}" if total > 1 else ""
-        if self._status is not None:
-            self._status.update(f"{text}{part}")
-        elif text != self._last:
-            self._console.print(f"{time.strftime('%H:%M:%S')} {text}", soft_wrap=True)
-        self._last = text
-
-    def __enter__(self) -> _Progress:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
 
 
 def print_tables(report: dict[str, Any]) -> None:

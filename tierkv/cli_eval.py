@@ -16,10 +16,14 @@ from rich.table import Table
 
 from tierkv.bench.encoded import CLAIMED
 from tierkv.bench.quality import Options, run, text_ids
-from tierkv.cli_bench import TABLE_WIDTH, _Progress, contexts, machine
-from tierkv.config import CODECS, SELECTORS, Config
+from tierkv.cli_bench import contexts, machine
+from tierkv.cli_report import TABLE_WIDTH, StepLine
+from tierkv.codec_names import CODECS
+from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
+from tierkv.selection import selector
+from tierkv.units import format_bytes
 
 TOKENS = 4096
 """Context where the text and the model allow so much."""
@@ -38,14 +42,18 @@ def evaluate(args: argparse.Namespace) -> int:
     """
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'tierkv-offload[bench]'")
-    if args.plot and not _selectors(args):
-        raise ConfigError("--plot draws selectors against budgets: add --selectors")
     started = time.perf_counter()
     _check(args)
     loading.quiet()
     device = loading.pick_device(args.device)
-    if device.type == "cuda" and "oracle" in _selectors(args):
-        raise ConfigError("--selectors: oracle is for evaluation on the CPU; add --device cpu")
+    if args.selectors is None:
+        usual = "cuboid" if device.type == "cuda" else "oracle,cuboid"
+        args.selectors = "" if args.codecs else usual
+    if args.plot and not args.selectors:
+        raise ConfigError("--plot draws selectors against budgets: add --selectors")
+    for name in _selectors(args.selectors):
+        if device.type == "cuda" and selector(name).parts > 2:
+            raise ConfigError(f"--selectors: {name} runs on the CPU only; add --device cpu")
     on_cpu = args.dtype == "auto" and device.type == "cpu"
     dtype = "float32" if on_cpu else args.dtype  # faster there, and no rounding in the comparison
     text = _text(args.text)
@@ -62,7 +70,7 @@ def evaluate(args: argparse.Namespace) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({**described, **report}) + "\n")
 
-    bar = _Progress()
+    bar = StepLine()
     with bar:
         report = {**described, **run(model, tokenizer, options, bar.say, save)}
     if args.plot:
@@ -106,7 +114,7 @@ def options_from(args: argparse.Namespace, model: Any, tokenizer: Any, text: str
         tokens=tokens,
         continuation=args.continuation,
         needles=args.needles,
-        selectors=_selectors(args),
+        selectors=_selectors(args.selectors),
         budgets=budgets,
         codecs=_codecs(args.codecs),
         tiers=tiers,
@@ -120,15 +128,14 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must not be negative, got {getattr(args, name)}")
     if not args.continuation and not args.needles:
         raise ConfigError("--continuation 0 and --needles 0 leave nothing to evaluate")
-    _selectors(args)
     _codecs(args.codecs)
+    if args.selectors is not None:
+        _selectors(args.selectors)
     _budgets(args.budgets)
 
 
-def _selectors(args: argparse.Namespace) -> tuple[str, ...]:
-    if args.selectors is None:
-        return () if args.codecs else ("cuboid",)
-    names = tuple(dict.fromkeys(args.selectors.split(",")))
+def _selectors(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(","))) if text else ()
     for name in names:
         if name not in SELECTORS:
             raise ConfigError(f"--selectors must be among {', '.join(SELECTORS)}, got {name!r}")
@@ -167,9 +174,22 @@ def _text(name: str | None) -> str:
 
 
 def print_tables(report: dict[str, Any]) -> None:
-    """Print a table for the continuation and one for the needles on stdout."""
+    """Print a table each for the layers, the continuation and the needles on stdout."""
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
     context = f"{report['model']} {report['dtype']}, {report['tokens']:,} tokens of context"
+    if report["layers_left_out"]:
+        console.print(f"no layer is looked into: {report['layers_left_out']}")
+    if report["layers"]:
+        table = _table(f"layers that select, each by itself, {context}", "attention recovered",
+                       "worst layer", "output error", "worst layer", "moved per token",
+                       costs=False)  # fmt: skip
+        for row in report["layers"]:
+            first = len(row["mass"]) - row["selecting_layers"]
+            table.add_row(*_named(row), f"{row['mass_mean']:.1%}",
+                          f"{min(row['mass'][first:]):.1%}", f"{row['error_mean']:.1%}",
+                          f"{max(row['error'][first:]):.1%}",
+                          format_bytes(round(row["moved_bytes"])))  # fmt: skip
+        console.print(table)
     if report["continuation"]:
         steps = report["continuation"][0]["steps"]
         table = _table(f"continuation of {steps} tokens, {context}",
@@ -218,16 +238,16 @@ def _codec_table(
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, *columns: str, costs: bool = True) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("attention")
-    for name in ("budget", *columns, "tokens read", "KV read", "seconds"):
+    for name in ("budget", *columns, *(("tokens read", "KV read", "seconds") if costs else ())):
         table.add_column(name, justify="right")
     return table
 
 
 def _named(row: dict[str, Any]) -> tuple[str, str]:
-    name = "exact" if row["codec"] == "raw" else f"exact, {row['codec']}"
+    name = "exact" if row.get("codec", "raw") == "raw" else f"exact, {row['codec']}"
     return (row["selector"] or name, f"{row['token_budget']:,}" if row["selector"] else "-")
 
 

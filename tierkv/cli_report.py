@@ -1,9 +1,10 @@
-"""What ``tierkv generate`` shows on stderr: a progress bar and a table of statistics."""
+"""What commands show on stderr: progress of prefill and of measurements, statistics."""
 
 from __future__ import annotations
 
 import resource
 import sys
+import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,8 @@ from rich.table import Table
 from tierkv.units import format_bytes
 
 TIERS = ("hot", "warm", "cold")
+TABLE_WIDTH = 190
+"""Columns of wide tables where stdout is no terminal."""
 
 
 class PrefillBar:
@@ -65,6 +68,33 @@ class PrefillBar:
         self._progress.stop()
 
 
+class StepLine:
+    """What is being done, on stderr: one live line on a terminal, else a line per measurement."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("") if self._console.is_terminal else None
+        self._last = ""
+
+    def say(self, text: str, done: int, total: int) -> None:
+        """Show `text` and how much of it is done."""
+        part = f" {done:,}/{total:,}" if total > 1 else ""
+        if self._status is not None:
+            self._status.update(f"{text}{part}")
+        elif text != self._last:
+            self._console.print(f"{time.strftime('%H:%M:%S')} {text}", soft_wrap=True)
+        self._last = text
+
+    def __enter__(self) -> StepLine:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
 def loading_note(model: str) -> AbstractContextManager[Any]:
     """Show on stderr, if that is a terminal, that a model is being loaded."""
     console = Console(stderr=True)
@@ -82,7 +112,7 @@ def peak_memory() -> dict[str, int | None]:
 
 
 def print_report(run: Any, memory: dict[str, int | None], store: str | None) -> None:
-    """Print the statistics of a `tierkv.cli_generate.Run` as tables on stderr."""
+    """Print the statistics of a `tierkv.cli_stream.Run` as tables on stderr."""
     console = Console(stderr=True, highlight=False)
     summary = Table(title="run", title_justify="left", show_header=False)
     summary.add_column()
@@ -91,7 +121,12 @@ def print_report(run: Any, memory: dict[str, int | None], store: str | None) -> 
         summary.add_row(name, value)
     console.print(summary)
     if "tiers" in run.stats:
-        console.print(_tier_table(run.stats, store))
+        print_tiers(run.stats, store)
+
+
+def print_tiers(stats: dict[str, Any], store: str | None) -> None:
+    """Print pages, bytes, budget and hits of each tier as a table on stderr."""
+    Console(stderr=True, highlight=False).print(_tier_table(stats, store))
 
 
 def _summary(run: Any, memory: dict[str, int | None]) -> list[tuple[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tierkv.codec_names import TierCodecs, parse_codecs
 from tierkv.errors import ConfigError
 from tierkv.units import format_bytes, parse_bytes
 
-SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor")
+SIZES = ("gpu_budget", "cpu_budget", "disk_budget", "disk_floor", "disk_writes_per_day")
 """Settings in bytes; they may be given as text such as ``"2GiB"``."""
 
 PATH_VARIABLES = {"TIERKV_STORE": "store", "TIERKV_MODEL": "model"}
@@ -31,10 +31,8 @@ CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 """Environment variable that says where converted models are kept."""
 
 ATTENTIONS = ("exact", "selective")
-SELECTORS = ("cuboid", "bound", "mean", "window", "oracle")
-CODECS = ("raw", "int8", "int8-channel", "int4", "int4-importance", "fp8")
-"""How pages may be stored in warm memory and on disk; `tierkv.codecs` has one file for each."""
-_ZSTD = re.compile(r"raw\+zstd(:([1-9]|1[0-9]))?")
+COLD_MISSES = ("wait", "skip")
+SELECTORS = ("cuboid", "bound", "mean", "window", "keys2", "oracle")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -46,59 +44,6 @@ def _check_int(knob: str, value: Any, low: int, high: int) -> None:
 def _check_number(knob: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{knob} must be a number, got {value!r}")
-
-
-class TierCodecs(NamedTuple):
-    """The codec of each tier. Pages are encoded once, so cold has warm's, or packs raw pages."""
-
-    hot: str
-    warm: str
-    cold: str
-
-    @property
-    def zstd_level(self) -> int | None:
-        """The level at which pages are packed on disk; None if they are not."""
-        _, packed, level = self.cold.partition("+zstd")
-        return int(level.removeprefix(":") or 1) if packed else None
-
-
-def parse_codecs(value: Any) -> TierCodecs:
-    """Return the codecs of ``int8``, of ``warm=raw,cold=raw+zstd``, or of such a mapping.
-
-    One name alone is for warm and cold. A tier not named has raw pages, and cold what warm has.
-    ``raw+zstd`` packs raw pages on disk without loss; ``raw+zstd:3`` says the level.
-
-    Raises:
-        ConfigError: names the setting, the value and what is possible.
-    """
-    tiers: dict[Any, Any]
-    if isinstance(value, Mapping):
-        tiers = dict(value)
-    elif isinstance(value, str) and "=" in value:
-        parts = [part.partition("=") for part in value.split(",")]
-        tiers = {name.strip(): codec.strip() for name, _, codec in parts}
-    else:
-        tiers = {"warm": value} if value in CODECS else {"cold": value}
-    for tier, name in tiers.items():
-        if tier not in TierCodecs._fields:
-            raise ConfigError(f"codec: tiers are hot, warm and cold, got {tier!r} in {value!r}")
-        if tier == "cold" and isinstance(name, str) and _ZSTD.fullmatch(name):
-            continue
-        if name not in CODECS:
-            more = " or raw+zstd" if tier == "cold" else ""
-            raise ConfigError(
-                f"codec: {tier} must be one of {', '.join(CODECS)}{more}, got {name!r}"
-            )
-    warm = tiers.get("warm", "raw")
-    codecs = TierCodecs(tiers.get("hot", "raw"), warm, tiers.get("cold", warm))
-    if codecs.hot != "raw":
-        raise ConfigError(f"codec: hot must be raw (attention reads raw pages), got {codecs.hot!r}")
-    if codecs.cold != warm and (warm != "raw" or codecs.zstd_level is None):
-        raise ConfigError(
-            f"codec: cold must be {warm!r} like warm (a page is encoded once and moved as it is; "
-            f"raw ones may be 'raw+zstd'), got {codecs.cold!r}"
-        )
-    return codecs
 
 
 def _check_text(knob: str, value: Any) -> None:
@@ -117,15 +62,21 @@ class Config:
         store: directory of the cold tier, created if needed; None for no cold tier.
         page_tokens: tokens per page, a power of two from 16 to 256.
         prefill_chunk: prompt tokens per forward; 0 chooses automatically.
+        disk_writes_per_day: bytes of pages that may be written to the store in a day (UTC), all
+            processes together, because SSDs wear; None for no limit. Saving and spilling beyond it
+            is refused; what is stored stays readable.
         disk_floor: bytes of free disk space that are never used.
         io_threads: threads that read pages from disk.
         attention: ``exact`` reads every page at every step; ``selective`` reads, when one token
             is decoded, the pages that matter most to each KV head (approximate).
-        selector: how pages are ranked: ``cuboid``, ``bound``, ``mean``, ``window``, ``oracle``.
+        selector: how pages are ranked: ``cuboid``, ``bound``, ``mean``, ``window``, and on
+            a CPU ``keys2`` (nearly as good as the last) and ``oracle``.
         token_budget: tokens that a KV head chooses at most, sinks and recent ones left out.
         mass: stop choosing at this share of the estimated attention; None fills the budget.
         sink_tokens, recent_tokens: first and last tokens, which are always read.
         dense_layers: first tiered layers, which stay exact.
+        on_cold_miss: ``wait`` for chosen pages that are on disk, or ``skip`` them: leave them out
+            of the step and count them.
         reuse: size of the reuse cache on the GPU, in token budgets.
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
@@ -136,6 +87,11 @@ class Config:
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
+        look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
+            that pages are copied before they are asked for; 0 for none. Scoring twice costs about
+            what it saves where the link is fast (PCIe 5); it pays on slower ones.
+        compile: run the model's own layers through `torch.compile` in such steps; takes up to a
+            minute once.
 
     Sizes may be given as text such as ``"2GiB"``; they are kept as a number of bytes.
 
@@ -150,6 +106,7 @@ class Config:
     page_tokens: int = 32
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
+    disk_writes_per_day: int | None = None
     io_threads: int = 4
     attention: str = "exact"
     selector: str = "cuboid"
@@ -158,13 +115,19 @@ class Config:
     sink_tokens: int = 64
     recent_tokens: int = 64
     dense_layers: int = 2
+    on_cold_miss: str = "wait"
     reuse: float = 2.0
     max_context: int = 0
     codec: str = "raw"
     cuda_graph: bool | None = None
+    look_ahead: int = 0
+    compile: bool = False
+    prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in SIZES:
+            if name == "disk_writes_per_day" and self.disk_writes_per_day is None:
+                continue
             object.__setattr__(self, name, parse_bytes(getattr(self, name), knob=name))
         if self.store is not None:
             store = os.fspath(self.store) if isinstance(self.store, os.PathLike) else self.store
@@ -176,7 +139,10 @@ class Config:
             raise ConfigError(f"page_tokens must be a power of two from 16 to 256, got {tokens}")
         _check_int("prefill_chunk", self.prefill_chunk, 0, 1 << 20)
         _check_int("io_threads", self.io_threads, 1, 64)
-        for name, known in (("attention", ATTENTIONS), ("selector", SELECTORS)):
+        choices = {
+            "attention": ATTENTIONS, "selector": SELECTORS, "on_cold_miss": COLD_MISSES
+        }  # fmt: skip
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -190,6 +156,15 @@ class Config:
         object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
+        for name in ("compile", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        _check_int("look_ahead", self.look_ahead, 0, 8)
+        if self.prefix_cache and self.attention == "selective":
+            raise ConfigError(
+                "prefix_cache cannot be combined with attention='selective', which keeps "
+                "summaries of one context only"
+            )
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

@@ -50,6 +50,10 @@ class DiskBudgetError(BudgetError):
     """`disk_budget` or the free-space floor would be broken by a write."""
 
 
+class WriteLimitError(DiskBudgetError):
+    """`disk_writes_per_day` is used up; what is stored stays readable."""
+
+
 class StoreError(TierKVError):
     """The cold store on disk cannot be used."""
 
@@ -60,6 +64,10 @@ class StoreLockedError(StoreError):
 
 class StoreFormatError(StoreError):
     """The store was written by an incompatible version, or its catalogue is damaged."""
+
+
+class ArchiveError(StoreError):
+    """An exported context is damaged, cut off or of another version; nothing was imported."""
 
 
 class ColdReadError(StoreError):

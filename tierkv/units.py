@@ -1,4 +1,4 @@
-"""Sizes in bytes, read from and written for people."""
+"""Sizes in bytes and ages in seconds, read from and written for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_AGE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhdw])\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -37,6 +39,18 @@ def parse_bytes(value: int | str, *, knob: str = "size") -> int:
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{knob} must be a size such as 512MiB, 2GiB or 1TB, got {value!r}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_age(text: str, *, knob: str = "age") -> float:
+    """Return seconds from a text such as ``"7d"``, ``"12h"`` or ``"30m"``.
+
+    Raises:
+        ConfigError: the text is no age; names `knob` and the value.
+    """
+    match = _AGE.fullmatch(text)
+    if not match:
+        raise ConfigError(f"{knob} must be an age such as 45s, 30m, 12h, 7d or 2w, got {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -43,7 +43,7 @@ def test_a_budget_for_everything_is_exact(
     assert result.sequences.tolist() == expected(name, "single").sequences.tolist()
 
 
-@pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window", "oracle"])
+@pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window", "keys2", "oracle"])
 def test_pages_left_out_are_as_if_masked(
     selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,3 +134,23 @@ def test_what_cannot_be_selective_says_so(tmp_path: Path) -> None:
         tierkv.wrap(model("deepseek_v3"), **SMALL)
     with pytest.raises(ConfigError, match="selector must be one of"):
         tierkv.wrap(model("llama"), **SMALL | {"selector": "quest"})
+
+
+def test_pages_on_disk_may_be_skipped(tmp_path: Path) -> None:
+    """Only sinks and recent pages are read from disk; what was left out is counted."""
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 331))
+    results, counts, read = {}, {}, {}
+    for miss in ("wait", "skip"):
+        given = settings("cold", "llama", tmp_path / miss, on_cold_miss=miss, dense_layers=0)
+        with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+            tier_cache = wrapped.cache()
+            wrapped.prefill(ids[:, :330], tier_cache)
+            before = wrapped.stats()["moved_bytes"]["cold_to_warm"]
+            argument = {cache_argument(model("llama")): tier_cache}
+            results[miss] = model("llama")(ids[:, 330:], **argument).logits
+            counts[miss] = wrapped.stats()
+            read[miss] = counts[miss]["moved_bytes"]["cold_to_warm"] - before
+    assert read["skip"] < read["wait"]
+    assert 0 < counts["skip"]["selective"]["skipped"] <= 3 * 2 * 3
+    assert not torch.equal(results["wait"], results["skip"])

@@ -17,6 +17,7 @@ from tests.hf.test_exact_tokens import model
 from tests.kernels import emulator
 from tierkv import api
 from tierkv.attention import selective
+from tierkv.hf import upcoming
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import decode, gather, merge, score, select
@@ -60,20 +61,21 @@ def logits(name: str, ids: torch.Tensor, given: dict[str, Any], crop: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "selector", "crop"),
+    ("name", "kind", "selector", "crop", "miss"),
     [
-        ("llama", "warm", "cuboid", 0), ("gpt_oss", "cold", "mean", 0),
-        ("gemma2", "warm", "window", 0), ("llama", "cold", "bound", 20),
+        ("llama", "warm", "cuboid", 0, "wait"), ("gpt_oss", "cold", "mean", 0, "wait"),
+        ("gemma2", "warm", "window", 0, "wait"), ("llama", "cold", "bound", 20, "wait"),
+        ("llama", "cold", "cuboid", 0, "skip"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("emulated")
 def test_kernels_read_what_torch_reads(
-    name: str, kind: str, selector: str, crop: int, tmp_path: Path, monkeypatch: Any
+    name: str, kind: str, selector: str, crop: int, miss: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Steps cross a page seal; pages come from all tiers; a cut context goes on."""
     torch.manual_seed(0)
     ids = torch.randint(3, 199, (1, 302 + NEW))
-    given = settings(kind, name, tmp_path, selector=selector)
+    given = settings(kind, name, tmp_path, selector=selector, on_cold_miss=miss)
     got = logits(name, ids, given, crop)
     monkeypatch.undo()
     want = logits(name, ids, given, crop)
@@ -90,12 +92,16 @@ class Rerun:
         self.result.copy_(self.work())
 
 
-@pytest.mark.parametrize("dense_layers", [1, 3])
+@pytest.mark.parametrize(("dense_layers", "look_ahead"), [(1, 0), (1, 1), (0, 2), (3, 1)])
 @pytest.mark.usefixtures("emulated")
 def test_captured_steps_equal_eager_ones(
-    dense_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dense_layers: int, look_ahead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sealing between replays leaves what sealing within an append leaves."""
+    """Sealing between replays leaves what sealing within an append leaves.
+
+    And foreseen lookups, right or wrong, change no result.
+    """
+    monkeypatch.setattr(upcoming, "FIRST_FORESEEN", 0)
 
     def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
         graph = Rerun(work, work().clone())
@@ -109,7 +115,7 @@ def test_captured_steps_equal_eager_ones(
     with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
         tier_cache = wrapped.cache()
         wrapped.prefill(ids[:, :-NEW], tier_cache)
-        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        graph = DecodeGraph(model("llama"), tier_cache, 400, look_ahead=look_ahead)
         got = []
         for at in range(ids.shape[1] - NEW, ids.shape[1]):
             assert not graph.obstacle()
@@ -117,6 +123,10 @@ def test_captured_steps_equal_eager_ones(
         assert tier_cache.get_seq_length() == ids.shape[1]
         wrapped.prefill(torch.cat([ids, ids], 1), tier_cache)  # eager appends go on from there
         assert graph.replays == NEW
+        counts = wrapped.stats()["selective"]
+        assert ("foreseen" in counts) == (dense_layers + look_ahead in (2, 4) and dense_layers < 3)
+        if "foreseen" in counts:
+            assert counts["foreseen"]["chosen"] >= counts["foreseen"]["used"] > 0
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from transformers import AutoTokenizer
 import tierkv
 from tests.models import VOCAB, tiny_model
 from tierkv.attention import selective
-from tierkv.bench import needles, quality
+from tierkv.bench import layers, needles, quality
 from tierkv.bench.forced import Forced, Setting, forced
 from tierkv.cli import main
 from tierkv.codecs import CODECS
-from tierkv.config import SELECTORS
+from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf.attach import cache_argument
+from tierkv.selection.quality import attention
 
 TIERS: dict[str, Any] = {
     "page_tokens": 16, "sink_tokens": 16, "recent_tokens": 16, "dense_layers": 1,
@@ -173,8 +175,60 @@ def test_report(evaluate: Eval, tmp_path: Path) -> None:
     assert report["needles"][1]["kv_share"] < 0.8
     assert (report["tokens"], report["text"], report["dtype"]) == (512, "bundled", "float32")
     assert json.loads(file.read_text())["needles"] == report["needles"]
-    for text in ("continuation of 8 tokens", "2 needles", "depth 0.1", "top-1 agreement"):
+    assert [(row["selector"], row["token_budget"]) for row in report["layers"]] == [
+        (name, budget) for name in ("oracle", "cuboid", "window") for budget in (32, 1024)
+    ]
+    for text in ("continuation of 8 tokens", "2 needles", "depth 0.1", "top-1 agreement",
+                 "attention recovered"):  # fmt: skip
         assert text in out
+
+
+def test_layers_are_those_of_the_model() -> None:
+    """Attention over a trace gives what the model's own attention puts out."""
+    model, ids, outputs = tiny_model("llama"), ids_of(331), list[torch.Tensor]()
+    found = layers.traces(model, ids, TIERS, quiet)
+    hooks = [
+        block.self_attn.o_proj.register_forward_pre_hook(
+            lambda _, given: outputs.append(given[0][0, -layers.STEPS :])
+        )
+        for block in model.model.layers
+    ]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    for trace, want in zip(found, outputs, strict=True):
+        got = torch.einsum("skgt,ktd->skgd", attention(trace), trace.values).flatten(1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_layers_recover_and_move() -> None:
+    found = layers.traces(tiny_model("llama"), ids_of(331), TIERS, quiet)
+    config = Config.from_kwargs(**TIERS)
+    selectors, budgets = ("oracle", "cuboid", "window"), (32, 512)
+    rows = layers.measure(found, selectors, budgets, config, quiet)
+    table = {(row["selector"], row["token_budget"]): row for row in rows}
+    assert list(table) == [(name, budget) for name in selectors for budget in budgets]
+    for (name, budget), row in table.items():
+        assert row["selecting_layers"] == 2
+        assert len(row["mass"]) == len(row["error"]) == len(row["moved"]) == 3
+        if budget == 512:
+            assert row["mass_mean"] == pytest.approx(1)
+            assert row["error_mean"] == pytest.approx(0, abs=1e-5)
+        else:
+            assert 0.1 < row["mass_mean"] < 0.9
+            assert row["moved_bytes"] == (0 if name == "window" else sum(row["moved"][1:]))
+    masses = [table[name, 32]["mass_mean"] for name in selectors]
+    assert masses == sorted(masses, reverse=True)
+    page = 2 * 16 * 16 * 4
+    assert 0 < table["cuboid", 32]["moved_bytes"] < 2 * 2 * 2 * page, "two pages in two heads"
+    small = layers.measure(found, ("cuboid",), (32,), replace(config, reuse=1.0), quiet)
+    assert small[0]["moved_bytes"] > table["cuboid", 32]["moved_bytes"], "a smaller reuse cache"
+
+
+def test_layers_that_are_not_modelled_say_so() -> None:
+    with pytest.raises(layers.NotModelledError, match="soft cap or sink"):
+        layers.traces(tiny_model("gpt_oss"), ids_of(100), TIERS, quiet)
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -184,8 +238,22 @@ def test_picture(tmp_path: Path) -> None:
     exact = Forced(Setting(), torch.randn(4, 9), 64, 1, 0)
     rows = [quality.row(exact, exact, torch.arange(4))]
     rows += [rows[0] | Setting("cuboid", budget).row() for budget in (64, 128)]
-    draw({"continuation": rows, "needles": [], "tokens": 64}, tmp_path / "p" / "quality.png")
-    assert (tmp_path / "p" / "quality.png").stat().st_size > 1000
+    report = {"continuation": rows, "needles": [], "layers": [], "tokens": 64}
+    draw(report, tmp_path / "p" / "quality.png")
+    size = (tmp_path / "p" / "quality.png").stat().st_size
+    report["layers"] = [
+        Setting("cuboid", budget).row()
+        | {
+            "mass": [1, 0.9],
+            "error": [0, 0.1],
+            "mass_mean": 0.9,
+            "error_mean": 0.1,
+            "moved_bytes": 9,
+        }
+        for budget in (64, 128)
+    ]
+    draw(report, tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").stat().st_size > size > 1000
 
 
 @pytest.mark.parametrize(

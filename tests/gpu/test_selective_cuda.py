@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tierkv
 from tests.attention.test_selective import settings
 from tests.gpu.test_exact_tokens_cuda import expected, model
 from tests.hf.test_exact_tokens import options, prompt
+from tierkv.hf import upcoming
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
 
@@ -38,12 +40,12 @@ def test_a_budget_for_everything_is_exact(
     assert result.sequences.tolist() == want.sequences.tolist()
 
 
-def logits(ids: torch.Tensor, given: dict[str, Any], captured: bool) -> torch.Tensor:
+def logits(ids: torch.Tensor, given: dict[str, Any], captured: bool, **how: Any) -> torch.Tensor:
     hf_model = wide("llama")
     with torch.no_grad(), tierkv.wrap(hf_model, **given) as wrapped:
         tier_cache, steps = wrapped.cache(), []
         wrapped.prefill(ids[:, :-NEW], tier_cache)
-        graph = DecodeGraph(hf_model, tier_cache, 2 * ids.shape[1])
+        graph = DecodeGraph(hf_model, tier_cache, 2 * ids.shape[1], **how)
         for at in range(ids.shape[1] - NEW, ids.shape[1]):
             token = ids[:, at : at + 1]
             if captured:
@@ -53,12 +55,16 @@ def logits(ids: torch.Tensor, given: dict[str, Any], captured: bool) -> torch.Te
                 argument = {cache_argument(hf_model): tier_cache}
                 steps.append(hf_model(token, **argument).logits[0, -1])
         assert graph.replays == (NEW if captured else 0)
+        if how.get("look_ahead") and captured:
+            assert wrapped.stats()["selective"]["foreseen"]["used"] > 0
         return torch.stack(steps)
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1, 3])
 @pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window"])
-def test_captured_eager_and_torch_agree(selector: str, dense_layers: int, tmp_path: Path) -> None:
+def test_captured_eager_and_torch_agree(
+    selector: str, dense_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same logits from replays, from single launches, and from plain torch on the CPU."""
     torch.manual_seed(0)
     ids = torch.randint(3, 199, (1, 700 + NEW))
@@ -66,6 +72,10 @@ def test_captured_eager_and_torch_agree(selector: str, dense_layers: int, tmp_pa
     given |= {"token_budget": 96, "max_context": 2048, "gpu_budget": "64MiB"}
     eager, captured = (logits(ids.cuda(), given, way) for way in (False, True))
     torch.testing.assert_close(captured, eager, rtol=1e-5, atol=1e-5)
+    if dense_layers < 3 and selector != "window":
+        monkeypatch.setattr(upcoming, "FIRST_FORESEEN", 0)
+        ahead = logits(ids.cuda(), given, True, look_ahead=1)
+        torch.testing.assert_close(ahead, eager, rtol=1e-5, atol=1e-5)
     hf_model = wide("llama").cpu()
     try:
         plain = logits(ids, given, False)
@@ -88,3 +98,46 @@ def test_generate_replays(tmp_path: Path) -> None:
         assert tier_cache.graph.replays >= 22
     want = expected("llama", "single", torch.float32)
     assert result.sequences.tolist() == want.sequences.tolist()
+
+
+def greedy(hf_model: Any, ids: torch.Tensor, given: dict[str, Any], new: int) -> list[int]:
+    with tierkv.wrap(hf_model, **given) as wrapped:
+        tier_cache = wrapped.cache()
+        argument = {cache_argument(hf_model): tier_cache}
+        result = wrapped.generate(ids, max_new_tokens=new, do_sample=False, **argument)
+        replays = tier_cache.graph.replays if tier_cache.graph else 0
+        assert replays == (new if given["cuda_graph"] else 0)
+        return result[0, ids.shape[1] :].tolist()
+
+
+def test_replays_give_the_eager_tokens_over_512_steps(tmp_path: Path) -> None:
+    """16 seals of every layer lie between the first step and the last."""
+    torch.manual_seed(0)
+    hf_model = deep()
+    ids = torch.randint(3, 199, (1, 900), device="cuda")
+    given = settings("hot", "llama", tmp_path, token_budget=128, dense_layers=1)
+    given |= {"max_context": 2048, "gpu_budget": "64MiB"}
+    eager = greedy(hf_model, ids, given | {"cuda_graph": False}, 512)
+    assert greedy(hf_model, ids, given | {"cuda_graph": True}, 512) == eager
+    assert len(set(eager)) > 20
+
+
+def test_compiled_layers_give_the_eager_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hf_model = deep()
+    ids = torch.randint(3, 199, (1, 900), device="cuda")
+    given = settings("hot", "llama", tmp_path, token_budget=128, dense_layers=1)
+    given |= {"max_context": 2048, "gpu_budget": "64MiB"}
+    eager = greedy(hf_model, ids, given | {"cuda_graph": False}, 48)
+    assert greedy(hf_model, ids, given | {"cuda_graph": True, "compile": True}, 48) == eager
+
+
+def deep() -> Any:
+    """Return a float32 model with layers enough for lookups to be foreseen."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, vocab_size=199, head_dim=16, pad_token_id=0, eos_token_id=None,
+        initializer_range=0.2, max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().cuda()

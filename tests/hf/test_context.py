@@ -18,7 +18,10 @@ from tests.paging_helpers import budgets
 from tierkv import cli
 from tierkv.errors import ColdReadError, ConfigError, DiskBudgetError, UnsupportedModelError
 from tierkv.hf.fingerprint import fingerprint
+from tierkv.paging import manifest
 from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
+from tierkv.paging.tierset import SESSION_PREFIX
+from tierkv.tiers.direct_io import aligned_buffer
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
 
@@ -64,6 +67,48 @@ def test_shared_pages_are_written_once(tmp_path: Path) -> None:
             assert context.tokens == 160
         assert wrapped.forget("two") == 3 * 10
         assert not list(wrapped.manager.cold.keys(KEPT_PREFIX))
+
+
+def test_pages_that_nobody_names_make_way(tmp_path: Path) -> None:
+    """A full disk: what a killed save left goes before a save is refused; named pages never do."""
+    ids, _ = prompt("single")
+    place = {"store": str(tmp_path), "disk_budget": "1MiB", "disk_floor": "1MiB"}
+    with tierkv.wrap(model("llama"), page_tokens=16, **place) as wrapped:
+        cold = wrapped.manager.cold
+        with wrapped.open("kept") as context:
+            context.append(ids)
+            context.save()
+        frame = aligned_buffer(cold.frame_bytes)
+        left = [KEPT_PREFIX + bytes([i]) * 34 for i in range(cold.room())]
+        cold.put(left, [frame] * len(left))
+        with wrapped.open("new") as context:
+            context.append(ids.flip(1))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(wrapped.manager.directory, "saved", {-1: b"\0" * 32})
+                assert context.save() == 30
+        assert set(cold.keys(KEPT_PREFIX)) & set(left) == set(left[:1]), "one is being read"
+        wrapped.open("kept").close()
+        with wrapped.open("more") as context:
+            cold.put(left[1 : 1 + cold.room()], [frame] * cold.room())
+            context.append(torch.cat([ids.flip(1)] * 9, dim=1))
+            with pytest.raises(DiskBudgetError):
+                context.save()
+        assert wrapped.saved() == ["kept", "new"]
+
+
+def test_a_restore_is_a_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is evicted first is what was not used for longest, not what is oldest."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped:
+        with wrapped.open("book") as context:
+            context.append(ids)
+            context.save()
+        cold = wrapped.manager.cold
+        kept, _ = manifest.find(cold, "book")
+        assert (kept.dtype, kept.messages) == ("float32", None)
+        monkeypatch.setattr(manifest.time, "time", lambda: 5e9)
+        wrapped.open("book").close()
+        assert manifest.last_used(cold, "book", kept) == 5e9
 
 
 def test_edit_and_rewind_keep_the_common_prefix(tmp_path: Path) -> None:
@@ -122,6 +167,87 @@ def test_a_full_disk_leaves_the_store_as_it_was(
             context.save()
         assert not list(cold.keys(KEPT_PREFIX))
         assert wrapped.saved() == []
+
+
+def test_restored_pages_are_not_written_again(tmp_path: Path) -> None:
+    """Pages that sank to disk after a restore were written a second time, under session keys."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    settings = budgets("minimum", model("llama"), tmp_path, page_tokens=16, rows=2)
+    with tierkv.wrap(model("llama"), **settings) as wrapped:
+        cold = wrapped.manager.cold
+        with wrapped.open("book") as context, context.fork() as twin:
+            assert cold.counters["pages_written"] == 0
+            assert wrapped.manager.directory.cold.sum() == 3 * 9  # whole pages, by reference
+            assert context.generate(**NEW).tolist() == want.tolist()
+            assert twin.generate(**NEW).tolist() == want.tolist()
+        assert cold.counters["pages_written"] == 2 * 3  # each filled its own tail
+        assert not list(cold.keys(SESSION_PREFIX))
+        assert len(list(cold.keys(KEPT_PREFIX))) == 3 * 10, "a page was dropped from the store"
+
+
+def test_hot_pages_of_the_store_leave_without_a_write(tmp_path: Path) -> None:
+    """Frames that tails need are freed by a drop when their pages are on disk already."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        assert (wrapped.manager.directory.hot >= 0).sum() == 3 * 2
+        twins = [context.fork(), context.fork()]
+        stats = wrapped.stats()
+        assert stats["pages_demoted"] == 3 * 2
+        assert stats["moved_bytes"]["hot_to_warm"] == 0
+        for one in (context, *twins):
+            assert one.generate(**NEW).tolist() == want.tolist()
+
+
+def test_pages_in_use_survive_their_name(tmp_path: Path) -> None:
+    """Forgetting what an open context reads from the store must not take its pages away."""
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        want = context.generate(**NEW)
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        assert wrapped.forget("book") == 3  # the tail's pages were copied
+        assert context.generate(**NEW).tolist() == want.tolist()
+        context.save()
+        context.edit(20, ids[:, :5])
+        context.save()
+        assert wrapped.saved() == ["book"]
+    with wrap("llama", tmp_path, "minimum") as wrapped, wrapped.open("book") as context:
+        assert context.tokens == 25
+
+
+def test_a_failed_restore_leaves_the_context_as_it_was(tmp_path: Path) -> None:
+    ids, _ = prompt("single")
+    with wrap("llama", tmp_path) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+        context.append(ids[:, :7])
+        want = context.generate(**NEW)
+        context.rewind(context.ids[:, :158])
+        cold, before = wrapped.manager.cold, wrapped.manager.directory.live
+        read, failures = cold.read_into, []
+
+        def failing(keys: Any, buffers: Any) -> None:
+            failures.append(1)
+            if len(failures) == 2:
+                raise ColdReadError("a bad sector")
+            read(keys, buffers)
+
+        cold.read_into = failing
+        with pytest.raises(ColdReadError, match="a bad sector"):
+            context.restore()
+        cold.read_into = read
+        assert wrapped.manager.directory.live == before
+        context.ids = context.ids[:, :157]
+        assert context.generate(**NEW).tolist() == want.tolist()
 
 
 def test_keys_are_the_same_in_every_process() -> None:

@@ -104,7 +104,7 @@ class Head:
     held: list[int]
     stamp: list[int]
     first_frame: int
-    stats: list[int] = field(default_factory=lambda: [0, 0, 0])
+    stats: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
 
     def plan(
         self, chosen: list[int], present: list[bool], step: int
@@ -114,6 +114,7 @@ class Head:
         for page in hits:
             slot = self.where[page] - self.first_frame
             if 0 <= slot < len(self.held):
+                self.stats[3] += self.stamp[slot] == step
                 self.stamp[slot] = step
         missing = [page for page in chosen if page not in self.where and not present[page]]
         misses = [page for page in chosen if page not in self.where and present[page]]

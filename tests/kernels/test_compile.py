@@ -83,7 +83,10 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
         dtype, k_dim, v_dim, page_tokens = sizes
         geometry = Geometry(1, 1, k_dim, v_dim, dtype, page_tokens)
         found.append(("codec", codec.layout(geometry).defines))
-    return [*found, ("gather", ()), ("select", (("THREADS", select.THREADS),))]
+    selecting = [
+        ("select", (("THREADS", threads),)) for threads in (select.THREADS, select.CHUNK_THREADS)
+    ]
+    return [*found, ("gather", ()), *selecting]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import torch
 from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
 from tierkv.paging.directory import NOWHERE
-from tierkv.paging.edit import crop, remap
+from tierkv.paging.edit import crop, fork, remap
 from tierkv.paging.lookahead import Ticket
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
@@ -257,6 +257,12 @@ class Batch:
         remap(self.manager, self.sequences, np.array(rows, dtype=np.int64))
         self.keys = [keys[rows] for keys in self.keys]
         self.values = [values[rows] for values in self.values]
+
+    def fork(self, seed: int) -> Batch:
+        """Return a batch of its own that holds the same."""
+        twin = fork(self.manager, self.sequences)
+        generator = torch.Generator().manual_seed(seed)
+        return Batch(self.manager, twin, list(self.keys), list(self.values), generator)
 
     def crop(self, length: int) -> None:
         crop(self.manager, self.sequences, length)

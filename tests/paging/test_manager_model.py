@@ -179,6 +179,18 @@ class PageManagerMachine(RuleBasedStateMachine):
             for other in self.batches:
                 other.check()
 
+    @precondition(lambda self: 0 < len(self.batches) < MAX_OPEN)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        batch = self.pick(data)
+        self.made += 1
+        try:
+            self.batches.append(batch.fork(self.made))
+        except BudgetError:
+            batch.check()
+        else:
+            self.batches[-1].check()
+
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:

@@ -114,6 +114,33 @@ def test_oracle_is_the_attention_mass(
 
 @settings(max_examples=30)
 @given(seed=seeds, heads=shapes, dtype=dtypes)
+def test_keys2_equals_the_oracle_on_rounded_keys(
+    seed: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Each channel of a page at four levels from its smallest to its largest value."""
+    query, keys = random_pages(seed, heads, dtype=dtype)
+    low = keys.amin(dim=-2, keepdim=True).float()
+    step = ((keys.amax(dim=-2, keepdim=True).float() - low) / 3).to(dtype).float()
+    rounded = low + ((keys.float() - low) / step).round().clamp(0, 3) * step
+    expected = true_scores(query, rounded, SCALE).logsumexp(dim=-1).float()
+    torch.testing.assert_close(scores("keys2", query, keys), expected, atol=1e-4, rtol=1e-4)
+    assert ((rounded - keys.float()).abs() <= 0.51 * step + 1e-2 * keys.float().abs()).all()
+
+
+def test_keys2_is_exact_for_four_levels() -> None:
+    """And for channels that are the same in all keys."""
+    generator = torch.Generator().manual_seed(2)
+    keys = torch.randint(0, 4, (1, 2, 3, TOKENS, 8), generator=generator) / 2
+    keys[..., 0, :], keys[..., 1, :], keys[..., 3] = 0, 1.5, 0.25
+    query = torch.randn(1, 4, 8, generator=generator)
+    for dtype in DTYPES:
+        got = scores("keys2", query.to(dtype), keys.to(dtype))
+        want = scores("oracle", query.to(dtype), keys.to(dtype))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=30)
+@given(seed=seeds, heads=shapes, dtype=dtypes)
 def test_mean_equals_the_mean_score(seed: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
     query, keys = random_pages(seed, heads, dtype=dtype)
     expected = true_scores(query, keys, SCALE).mean(dim=-1).float()
@@ -200,5 +227,5 @@ def test_outliers_on_one_side_fool_the_cuboid_too() -> None:
     query, keys, needle = hostile()
     keys[0, 0, 5, 3] = needle
     keys[0, 0, 2] += 4 * torch.diag(needle)
-    assert first_choice("oracle", query, keys) == 5
+    assert first_choice("oracle", query, keys) == first_choice("keys2", query, keys) == 5
     assert first_choice("cuboid", query, keys) == first_choice("bound", query, keys) == 2

@@ -248,7 +248,7 @@ def test_a_failed_commit_leaves_nothing(store, monkeypatch):
     put(store, b"a")
     with monkeypatch.context() as patch:
 
-        def fail(records):
+        def fail(*_):
             raise ColdWriteError("commit failed")
 
         patch.setattr(store._catalogue, "put_many", fail)
@@ -262,8 +262,8 @@ def test_an_interrupt_after_the_commit_keeps_the_slots(store, monkeypatch):
     """Freeing them would hand visible pages' slots to the next batch."""
     original = store._catalogue.put_many
 
-    def commit_then_interrupt(records):
-        original(records)
+    def commit_then_interrupt(*records):
+        original(*records)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -59,6 +59,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert read(self.store, *stored) == [page((key, self.model[key])) for key in stored]
 
     @rule()
+    def compact(self):
+        """Afterwards the files hold no free slot at all."""
+        writes = self.store.writes.today
+        moved = self.store.compact()
+        assert self.store.writes.today - writes == moved * self.store.frame_bytes
+        assert slots(self.store) == (0, len(self.model))
+        assert self.store.compact() == 0
+
+    @rule()
     def reopen(self):
         self.store.close()
         self.store = open_store(self.directory, disk_budget=DISK_BUDGET)

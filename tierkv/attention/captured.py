@@ -6,7 +6,8 @@ each replay. Layers that select read through their `Reader`; the others have all
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -21,14 +22,6 @@ from tierkv.paging.sequences import Sequences
 
 MAX_SPLITS = 96
 """Splits over the pages of an exact layer at most."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CapturedLayer:
-    """What the attention of one layer reads in a captured step."""
-
-    lookups: CapturedLookups
-    layer: int
 
 
 class CapturedLookups:
@@ -64,7 +57,7 @@ class CapturedLookups:
             plan = self.manager.plan(self.sequences, layer, past)
             if len(plan.streamed):
                 return f"layer {layer} is exact and {len(plan.streamed)} of its pages are not hot"
-        if selective is not None and selective.away:
+        if selective is not None and selective.away and not selective.spec.skips:
             return f"{selective.away} pages are on disk, and waiting for them takes the host"
         return ""
 
@@ -89,12 +82,38 @@ class CapturedLookups:
         if self._reader is not None:
             self._reader.begin(past, offset + 1)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> CapturedLayer:
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave steps run inside the block, which come again, out of the counts."""
+        state = self.manager.selective
+        if state is None:
+            yield
+            return
+        counts = state.counters.clone(), state.announced.clone()
+        try:
+            yield
+        finally:
+            state.counters.copy_(counts[0])
+            state.announced.copy_(counts[1])
+            if self._reader is not None:
+                self._reader.step.add_(1)
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new token of a layer to its tail. k, v: ``[1, kv_heads, 1, dim]``."""
         arena = self.manager.hot.arenas[layer]
         arena.k.index_copy_(1, self.slots[layer], k[0])
         arena.v.index_copy_(1, self.slots[layer], v[0])
-        return CapturedLayer(self, layer)
+
+    def announce(self, layer: int, query: Callable[[], torch.Tensor], scale: float) -> None:
+        """Choose and fetch for an upcoming layer beside what the caller's stream does meanwhile.
+
+        query: computes the foreseen query, ``[1, heads, 1, dim]``; called on the other stream.
+        """
+        if layer < self.exact_layers:
+            return
+        with self.manager.transfer.aside(layer):
+            foreseen = query()
+            self._reader_of(foreseen).announce(foreseen, layer, scale=scale)
 
     def attend(
         self,
@@ -107,14 +126,18 @@ class CapturedLookups:
     ) -> torch.Tensor:
         """Attend in one layer. query: ``[1, heads, 1, dim]``; returns ``[1, 1, heads, v_dim]``."""
         if layer >= self.exact_layers:
-            if self._reader is None:
-                self._reader = selective_gpu.reader_of(self.manager, query)
-                past, offset = divmod(self.sequences.lengths[0], self.manager.geometry.page_tokens)
-                self._reader.begin(past, offset + 1)
-            return self._reader.attend(
+            self.manager.transfer.join(layer)
+            return self._reader_of(query).attend(
                 query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
             )
         return self._exact(query, layer, scale, softcap, sinks)
+
+    def _reader_of(self, query: torch.Tensor) -> selective_gpu.Reader:
+        if self._reader is None:
+            self._reader = selective_gpu.reader_of(self.manager, query)
+            past, offset = divmod(self.sequences.lengths[0], self.manager.geometry.page_tokens)
+            self._reader.begin(past, offset + 1)
+        return self._reader
 
     def _exact(
         self,

@@ -11,7 +11,7 @@ import torch
 
 from tierkv.attention import fused, selective_gpu
 from tierkv.attention.merge import Partial, apply_sinks, merge_all
-from tierkv.paging.headpages import read_head_pages
+from tierkv.paging.headpages import read_head_pages, skip_cold
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.selective import NONE, SelectiveState
 from tierkv.selection import choose, page_mass
@@ -55,6 +55,8 @@ def attend(
     parts = []
     if sealed:
         pages = look_up(query[:, :, 0], state, layer, sealed, scale)
+        if state.spec.skips:
+            pages = skip_cold(manager, lookup.sequences, layer, pages)
         k, v = read_head_pages(manager, lookup.sequences, layer, pages)
         k, v = k.flatten(1, 2)[None], v.flatten(1, 2)[None]
         mask = None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tierkv.kernels import decode, score, select
-from tierkv.kernels.build import Launch
+from tierkv.kernels.build import Chain, Launch
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
 from tierkv.paging.headpages import open_pages
@@ -30,13 +30,26 @@ MAX_SPLITS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerLaunches:
-    """The launches of one layer, in order; the first three are left out if nothing is chosen."""
+    """The launches of one layer, in order; choosing is left out if there is no budget."""
 
-    score: score.ScoreLaunch | None
-    select: Launch | None
-    fetch: Launch | None
+    choosing: Choosing | None
     pages: decode.Launch
     tail: decode.Launch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choosing:
+    """Launches that bring the pages a query chooses into frames."""
+
+    score: score.ScoreLaunch
+    select: Chain
+    fetch: Launch
+
+    def run(self) -> None:
+        """Enqueue all of them."""
+        self.score.run()
+        self.select.run()
+        self.fetch.run()
 
 
 class Reader:
@@ -51,18 +64,29 @@ class Reader:
     def __init__(self, manager: PageManager, state: SelectiveState, query: torch.Tensor):
         geometry, spec, device = manager.geometry, state.spec, manager.device
         self.manager, self.state, heads = manager, state, query.shape[1]
-        self.query = torch.empty((1, heads, geometry.k_dim), dtype=query.dtype, device=device)
+        self.query, self.foreseen = torch.empty(
+            (2, 1, heads, geometry.k_dim), dtype=query.dtype, device=device
+        )
         self.sealed, self.tail_tokens, self.step = torch.zeros(
             (3, 1), dtype=torch.int32, device=device
         )
         kept, group = spec.kept_pages, heads // geometry.kv_heads
-        self.scores = score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
-        plan = select.Plan.allocate(geometry.kv_heads, max(spec.budget_pages, 1), device, kept)
-        self.plan = replace(plan, stats=state.counters)
+        self.scores, self.foreseen_scores = (
+            score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
+            for _ in range(2)
+        )
+        self.plan, self.foreseen_plan = (
+            replace(
+                select.Plan.allocate(geometry.kv_heads, max(spec.budget_pages, 1), device, kept),
+                stats=stats,
+            )
+            for stats in (state.counters, state.announced)
+        )
         self.plan.tokens.fill_(kept * geometry.page_tokens)  # stays so if nothing is chosen
         slots = MAX_SPLITS + 1
         self.partials = Partials.allocate(slots, 1, heads, geometry.v_dim, device)
         self._layers: dict[int, LayerLaunches] = {}
+        self._announcing: dict[int, Choosing] = {}
         self._sealed, self._begun = -1, (-1, -1, -1)
 
     def begin(self, sealed: int, tail_tokens: int) -> None:
@@ -109,9 +133,23 @@ class Reader:
         merge(self.partials, slots, out, sinks=None if sinks is None else sinks.float())
         return out.unsqueeze(1)
 
+    def announce(self, query: torch.Tensor, layer: int, *, scale: float) -> None:
+        """Choose and fetch for the query that a layer is likely to ask in this step.
+
+        What it brings counts as chosen in this step, so that the true choice leaves it in place.
+        query: ``[1, heads, 1, dim]``.
+        """
+        if not self.state.spec.budget_pages:
+            return
+        if layer not in self._announcing:
+            self._announcing[layer] = self._choosing(
+                layer, self.foreseen, self.foreseen_scores, self.foreseen_plan, scale
+            )
+        self.foreseen.copy_(query[:, :, 0])
+        self._announcing[layer].run()
+
     def _prepare(self, layer: int, scale: float, softcap: float | None) -> LayerLaunches:
-        state, spec, plan = self.state, self.state.spec, self.plan
-        at, arena = state.index(layer), self.manager.hot.arenas[layer]
+        plan, arena = self.plan, self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
         attend: dict[str, Any] = {"scale": scale, "softcap": softcap}
         pages = decode.prepare(
@@ -122,38 +160,46 @@ class Reader:
             self.query, frames, self.partials, slot=pages.next_slot, tokens=self.tail_tokens,
             first_frame=TAIL_FRAME, row_frames=1, splits=1, **attend,
         )  # fmt: skip
-        if not spec.budget_pages:
-            return LayerLaunches(None, None, None, pages, tail)
+        if not self.state.spec.budget_pages:
+            return LayerLaunches(None, pages, tail)
+        choosing = self._choosing(layer, self.query, self.scores, plan, scale)
+        return LayerLaunches(choosing, pages, tail)
+
+    def _choosing(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        scores: score.Scores,
+        plan: select.Plan,
+        scale: float,
+    ) -> Choosing:
+        state, spec, at = self.state, self.state.spec, self.state.index(layer)
         candidates: dict[str, Any] = {
             "sealed": self.sealed, "first": spec.sink_pages, "recent": spec.recent_pages,
         }  # fmt: skip
-        scoring = score.prepare(
-            self.query[0], state.summaries[at], self.scores, scale=scale, **candidates
-        )
+        scoring = score.prepare(query[0], state.summaries[at], scores, scale=scale, **candidates)
         reuse = select.ReuseCache(state.where[at], state.held[at], state.stamp[at], spec.first_slot)
         choosing = select.prepare(
-            self.scores.mass, state.addresses[at], reuse, plan, step=self.step,
+            scores.mass, state.addresses[at], reuse, plan, step=self.step,
             page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
             **candidates,
         )  # fmt: skip
+        arena = self.manager.hot.arenas[layer]
+        frames = PagedKV(arena.k_frames, arena.v_frames)
         fetching = self.manager.tiers.format.prepare_fetch(
             state.addresses[at], plan.fetches, frames
         )
-        return LayerLaunches(scoring, choosing, fetching, pages, tail)
+        return Choosing(scoring, choosing, fetching)
 
     def _run(self, launches: LayerLaunches, layer: int, sequences: Sequences | None) -> None:
-        if launches.score and launches.select and launches.fetch:
-            launches.score.run()
-            launches.select.run()
-            launches.fetch.run()
+        if launches.choosing is not None:
+            launches.choosing.run()
             if sequences is not None:
-                self._wait_for_missing(launches.select, launches.fetch, layer, sequences)
+                self._wait_for_missing(launches.choosing, layer, sequences)
         launches.pages.run()
         launches.tail.run()
 
-    def _wait_for_missing(
-        self, choosing: Launch, fetching: Launch, layer: int, sequences: Sequences
-    ) -> None:
+    def _wait_for_missing(self, choosing: Choosing, layer: int, sequences: Sequences) -> None:
         """Bring chosen pages from disk to warm memory and fetch them, as many as fit at once."""
         addresses, manager = self.state.addresses[self.state.index(layer)], self.manager
         while True:
@@ -171,8 +217,8 @@ class Reader:
                     read.result()
                 hosts = torch.from_numpy(manager.warm.addresses(sources.frames))
                 addresses[index] = hosts.to(self.query.device)
-                choosing.run()
-                fetching.run()
+                choosing.select.run()
+                choosing.fetch.run()
                 addresses[index] = 0
                 manager.transfer.finish()
             finally:
@@ -201,5 +247,6 @@ def attend(
     reader = reader_of(manager, query)
     reader.begin(lookup.past, lookup.tail_tokens)
     assert manager.selective is not None
-    waits = lookup.sequences if manager.selective.away else None
+    waiting = manager.selective.away and not manager.selective.spec.skips
+    waits = lookup.sequences if waiting else None
     return reader.attend(query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=waits)

@@ -3,6 +3,7 @@
 Where anything selects, every token that is scored comes from a decode step. Of encoded
 contexts every whole page has been through the codec, as if none were hot; pages that the
 continuation itself fills stay raw.
+What each layer recovers of its own attention stands beside it (`layers`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
-from tierkv.bench import needles
+from tierkv.bench import layers, needles
 from tierkv.bench.forced import Forced, Setting, forced
 from tierkv.bench.workload import Progress
+from tierkv.config import Config
 from tierkv.errors import ConfigError
 
 
@@ -57,10 +59,11 @@ def run(
         ConfigError: the text is too short; names the flag.
     """
     report: dict[str, Any] = {"benchmark": "quality", "tokens": options.tokens}
-    report |= {"settings": dict(options.tiers), "continuation": [], "needles": []}
+    report |= {"settings": dict(options.tiers), "layers": [], "layers_left_out": ""}
+    report |= {"continuation": [], "needles": []}
+    ids = torch.tensor([text_ids(tokenizer, options.text)], device=model.device)
+    need = options.tokens + options.continuation
     if options.continuation:
-        ids = torch.tensor([text_ids(tokenizer, options.text)], device=model.device)
-        need = options.tokens + options.continuation
         if ids.shape[1] < need:
             raise ConfigError(
                 f"--text has {ids.shape[1]} tokens; --tokens {options.tokens} and --continuation "
@@ -73,6 +76,15 @@ def run(
             exact = found if exact is None else exact
             report["continuation"].append(row(found, exact, ids[0, options.tokens : need].cpu()))
             save(report)
+    if options.selectors or not options.codecs:
+        try:
+            looked_into = layers.traces(model, ids[:, :need], options.tiers, say)
+            config = Config.from_kwargs(**options.tiers)
+            names = tuple(dict.fromkeys(("oracle", *options.selectors)))
+            report["layers"] = layers.measure(looked_into, names, options.budgets, config, say)
+        except layers.NotModelledError as error:
+            report["layers_left_out"] = str(error)
+        save(report)
     if options.needles:
         report["needles"] = needles.run(
             model, tokenizer, options.text, options.tokens, options.needles, options.settings(),

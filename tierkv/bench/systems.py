@@ -14,10 +14,11 @@ from tierkv.bench.ceiling import Ceiling
 from tierkv.bench.options import Options
 from tierkv.bench.summary import STOCK, TIERKV
 from tierkv.bench.workload import Progress
+from tierkv.codec_names import parse_codecs
 from tierkv.codecs import CODECS
-from tierkv.config import parse_codecs
 from tierkv.errors import TierKVError
 from tierkv.hf import shapes
+from tierkv.hf.prefill import default_chunk
 from tierkv.page import Geometry
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.units import format_bytes
@@ -179,7 +180,7 @@ class Systems:
         return float(wrapped.stats()["prefill"]["seconds"] - before)
 
     def _chunk_tokens(self) -> int:
-        return self.options.prefill_chunk or api.DEFAULT_CHUNK_TOKENS[self.options.device.type]
+        return self.options.prefill_chunk or default_chunk(self.model)
 
     def _prompt(self, tokens: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(2)

@@ -9,7 +9,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from tierkv.attention import exact, reference, selective
-from tierkv.attention.captured import CapturedLayer
 from tierkv.attention.merge import apply_sinks
 from tierkv.errors import UnsupportedModelError
 from tierkv.hf.cache import NAME, forget_pending, take_handle
@@ -58,10 +57,6 @@ def tier_attention(
     with torch.no_grad():
         if handle is None:
             out = _dense(query, key, value, attention_mask, scale, softcap, s_aux)
-            return out, None
-        if isinstance(handle.lookup, CapturedLayer):
-            captured, layer = handle.lookup.lookups, handle.lookup.layer
-            out = captured.attend(query, layer, scale=scale, softcap=softcap, sinks=s_aux)
             return out, None
         mask = attention_mask
         first, padding = getattr(mask, "_tierkv_padding", (None, None))

@@ -16,10 +16,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from tierkv.attention.captured import CapturedLayer, CapturedLookups
 from tierkv.errors import ClosedError, HandshakeError, TierKVError, UnsupportedModelError
 from tierkv.hf.geometry import stock_layers
-from tierkv.paging.edit import crop, remap
+from tierkv.paging.edit import crop, fork, remap
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
@@ -40,7 +39,7 @@ class Handle:
     """What `update` hands to the attention function of the same layer."""
 
     layer_idx: int
-    lookup: Lookup | CapturedLayer
+    lookup: Lookup
     owner: weakref.ref[TierCache]
 
     def attended(self) -> None:
@@ -92,12 +91,7 @@ class TierLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append ``[batch, kv_heads, tokens, dim]`` keys and values; return just them."""
-        owner = self._owner
-        lookup: Lookup | CapturedLayer
-        if owner.captured is not None:
-            lookup = owner.captured.append(self._tier_layer, key_states, value_states)
-        else:
-            lookup = owner.append(self._tier_layer, key_states, value_states)
+        lookup = self._owner.append(self._tier_layer, key_states, value_states)
         handle = Handle(self._layer_idx, lookup, self._owner_ref)
         _pending.handle = handle
         key_states._tierkv_handle = handle  # type: ignore[attr-defined]
@@ -140,8 +134,8 @@ class TierCache(Cache):
     def __init__(self, config: PreTrainedConfig, manager: PageManager | None):
         layers = stock_layers(config)
         self.manager, self._config = manager, config
+        self.known: torch.Tensor | None = None  # [batch, n] ids of its first tokens, if sure
         self.graph: Any = None  # the captured decode step, if there is one
-        self.captured: CapturedLookups | None = None  # set while a step is captured
         self._unread: tuple[int, int] | None = None  # (tiered layer, tokens) awaiting attention
         self.tiered = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         self.sequences = Sequences(len(self.tiered))
@@ -237,6 +231,7 @@ class TierCache(Cache):
             raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
             crop(self.live_manager(), self.sequences, length)
+            self._forget_known(length)
         self._unread = None
         for layer in longer:
             layer.crop(length - layer.get_seq_length())
@@ -249,6 +244,11 @@ class TierCache(Cache):
         super().crop(count)  # refuses before anything is cut
         if self.manager is not None and count:
             crop(self.live_manager(), self.sequences, max(length + count, 0))
+            self._forget_known(max(length + count, 0))
+
+    def _forget_known(self, length: int) -> None:
+        if self.known is not None:
+            self.known = self.known[:, :length]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Permute the batch for beam search: block tables change, only tails are copied."""
@@ -268,6 +268,24 @@ class TierCache(Cache):
     def _remap(self, rows: Any) -> None:
         if self.manager is not None:
             remap(self.live_manager(), self.sequences, rows.astype(np.int64))
+        if self.known is not None:
+            self.known = self.known[torch.as_tensor(rows, device=self.known.device)]
+
+    def fork(self) -> TierCache:
+        """Return a cache of its own with the same tokens; it shares all sealed pages.
+
+        Raises:
+            TierKVError: some layers keep state of their own, or the last forward stopped midway.
+            ConfigError, BudgetError: see `tierkv.paging.edit.fork`.
+        """
+        if self.tiered_in_part:
+            raise UnsupportedModelError("layers with bounded state of their own cannot be forked")
+        self._check_whole(0)
+        twin = TierCache(self._config, self.manager)
+        if self.manager is not None:
+            twin.sequences = fork(self.live_manager(), self.sequences)
+        twin.known = self.known
+        return twin
 
     def live_manager(self) -> PageManager:
         """Return the manager; the model must have tiered layers.
@@ -287,7 +305,7 @@ class TierCache(Cache):
     def close(self) -> None:
         """Release every page. The cache is empty afterwards and may be used again."""
         forget_pending()
-        self._unread = self.graph = None
+        self._unread = self.graph = self.known = None
         if self.manager is not None:
             self.manager.close_sequences(self.sequences)
         self.sequences = Sequences(len(self.tiered))

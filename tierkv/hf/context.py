@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tierkv.errors import ColdReadError, ConfigError, UnsupportedModelError
+from tierkv.errors import (
+    ColdReadError,
+    ConfigError,
+    DiskBudgetError,
+    UnsupportedModelError,
+    WriteLimitError,
+)
+from tierkv.hf import breakeven
+from tierkv.hf.cache import TierCache
 from tierkv.hf.fingerprint import fingerprint
-from tierkv.paging import manifest, saved
+from tierkv.paging import inventory, manifest, saved
 from tierkv.paging.keys import root_key
 from tierkv.paging.manifest import Manifest
+from tierkv.paging.sequences import Sequences
+from tierkv.tiers.cold import ColdStore
 
 MAX_NAME = 200
 
@@ -22,32 +32,45 @@ class Context:
     """One growing sequence of a wrapped model; made by `TieredModel.open`.
 
     Attributes:
-        name: what it is saved under.
+        name: what it is saved under; None for one that is not saved.
         ids: ``[1, tokens]`` all tokens of the context, on the model's device. The last one may
             not have been computed yet.
         restored_tokens: tokens that came from the store instead of a forward pass.
+        recomputed: why what was saved was computed again, if that was faster; else None.
+        messages: the conversation, if the context is a chat; saved with it.
 
     Raises:
-        ConfigError: there is no store, or the name cannot be used.
+        ConfigError: the name cannot be used, or there is no store to save it in.
         UnsupportedModelError: some layers keep state that is not in pages.
     """
 
-    def __init__(self, model: Any, name: str):
-        if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
-            raise ConfigError(f"a context's name must be 1 to {MAX_NAME} printable bytes: {name!r}")
+    def __init__(self, model: Any, name: str | None, cache: TierCache | None = None):
         self.model, self.name = model, name
-        self.cache = model.cache()
+        self.cache: TierCache = model.cache() if cache is None else cache
         self.restored_tokens = 0
+        self.recomputed: str | None = None
+        self.messages: list[dict[str, str | int]] | None = None
         if self.cache.tiered_in_part:
             raise UnsupportedModelError(
                 f"{type(model.hf_model).__name__} has layers with bounded state of their own "
                 f"(windows, recurrence), which is not in pages: its contexts cannot be saved"
             )
         self._manager = self.cache.live_manager()
-        self._store = saved.store_of(self._manager)
-        codec = self._manager.tiers.stored_codec
-        self._root = root_key(fingerprint(model.hf_model), self._manager.geometry, codec=codec)
+        if name is not None:
+            _check_name(name)
+            saved.store_of(self._manager)
+        self._root_key: bytes | None = None
         self.ids = torch.zeros((1, 0), dtype=torch.long, device=self._manager.device)
+
+    @property
+    def _root(self) -> bytes:
+        if self._root_key is None:
+            self._root_key = root_key(
+                fingerprint(self.model.hf_model),
+                self._manager.geometry,
+                codec=self._manager.tiers.stored_codec,
+            )
+        return self._root_key
 
     @property
     def tokens(self) -> int:
@@ -57,15 +80,22 @@ class Context:
     def restore(self) -> bool:
         """Bring back what was saved under the name; return whether there was anything.
 
+        Where computing it is known to be faster than reading it, it is computed (`recomputed`).
+
         Raises:
-            ColdReadError: pages are missing or damaged; the context is empty, and what else is in
-                the store is untouched.
+            ColdReadError: pages are missing or damaged; the context is what it was before, and
+                what else is in the store is untouched. Pages that stay on disk because nothing
+                above has room for them are checked when they are read.
             ConfigError: it was saved by another model or with other pages.
         """
-        found = manifest.read(self._store, self.name)
+        if self.name is None:
+            return False
+        store = saved.store_of(self._manager)
+        found = manifest.read(store, self.name)
         if found is None:
             return False
         kept, ids = found
+        self._manager.warm.expect_reads()
         if kept.root != self._root.hex():
             raise ConfigError(
                 f"context {self.name!r} was saved by another model, dtype, codec or page size "
@@ -75,30 +105,96 @@ class Context:
         gone = saved.missing(self._manager, keys)
         if gone:
             raise ColdReadError(f"{gone} pages of context {self.name!r} are not in the store")
+        manifest.touch(store, self.name)
+        whole = torch.from_numpy(ids.copy())[None].to(self._manager.device)
+        rates, num_bytes = self.model.rates, kept.held * self._manager.geometry.token_bytes
+        breakeven.load(store, self._root, self._manager.device, rates)
+        if self._manager.prefix is None:  # which would begin with the very pages in the store
+            self.recomputed = rates.verdict(kept.held, num_bytes)
+        if self.recomputed:
+            self._compute(whole, kept.held)
+            self.messages = kept.messages
+            return True
+        sequences, start = Sequences(self._manager.geometry.layers), time.perf_counter()
+        saved.restore(self._manager, sequences, keys, kept.held)
+        self._manager.transfer.finish()
+        seconds = time.perf_counter() - start
         self.cache.reset()
-        saved.restore(self._manager, self.cache.sequences, keys, kept.held)
-        self.ids = torch.from_numpy(ids.copy())[None].to(self._manager.device)
-        self.restored_tokens = kept.held
+        self.cache.sequences = sequences
+        self.ids, self.restored_tokens, self.messages = whole, kept.held, kept.messages
+        self.cache.known = self.ids[:, : kept.held]
+        if saved.above(self._manager, sequences):
+            first = not rates.num_bytes
+            rates.was_read(num_bytes, seconds)
+            if first and rates.num_bytes:
+                breakeven.store(store, self._root, self._manager.device, rates)
         return True
+
+    def _compute(self, ids: torch.Tensor, held: int) -> None:
+        """Make `ids` the context's tokens, the first `held` of them computed anew."""
+        cache = self.model.cache()
+        try:
+            self.model.prefill(ids[:, :held], cache)
+        except BaseException:
+            cache.close()
+            raise
+        self.cache.close()
+        self.cache, self.ids, self.restored_tokens = cache, ids, 0
 
     def save(self) -> int:
         """Write what the store does not hold yet; return the number of new pages.
 
         Raises:
+            ConfigError: it has no name, or there is no store.
             DiskBudgetError, ColdWriteError: what was saved under the name before is untouched. If
                 all pages were written and only the manifest failed, they stay without a name.
         """
+        if self.name is None:
+            raise ConfigError("this context has no name to be saved under: set its name first")
+        store = saved.store_of(self._manager)
+        _check_name(self.name)
         geometry, ids = self._manager.geometry, self.ids[0].cpu().numpy()
         kept = Manifest(
             root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
             page_tokens=geometry.page_tokens, layers=geometry.layers,
-            frame_bytes=self._manager.warm.frame_bytes, created=time.time(),
+            frame_bytes=store.frame_bytes, created=time.time(),
+            dtype=str(geometry.dtype).removeprefix("torch."), messages=self.messages,
         )  # fmt: skip
         written = 0
+        in_use = self._manager.directory.saved.values()
         if kept.held:
-            written = saved.save(self._manager, self.cache.sequences, kept.block_keys(ids))
-        manifest.write(self._store, self.name, kept, ids)
+            written = self._write(store, kept.block_keys(ids), in_use)
+        manifest.write(store, self.name, kept, ids, in_use)
+        breakeven.store(store, self._root, self._manager.device, self.model.rates)
         return written
+
+    def _write(self, store: ColdStore, keys: list[bytes], in_use: Iterable[bytes]) -> int:
+        """Save pages; on a full disk those that nobody names or reads make way."""
+        try:
+            return saved.save(self._manager, self.cache.sequences, keys)
+        except WriteLimitError:
+            raise
+        except DiskBudgetError:
+            if not store.drop(inventory.unnamed(store, in_use)):
+                raise
+            return saved.save(self._manager, self.cache.sequences, keys)
+
+    def fork(self, name: str | None = None) -> Context:
+        """Return a context of its own with the same tokens, to be saved under `name`.
+
+        All sealed pages are shared by reference; only the tail is copied. Both go on
+        independently, and closing one leaves the other whole. Nothing is written.
+
+        Raises:
+            ConfigError: attention is selective, or the name cannot be used.
+            BudgetError: no room for another tail.
+        """
+        if name is not None:
+            _check_name(name)
+        twin = Context(self.model, name, self.cache.fork())
+        twin.ids, twin.restored_tokens = self.ids, self.restored_tokens
+        twin._root_key = self._root_key
+        return twin
 
     def append(
         self, ids: torch.Tensor, on_prefill: Callable[[int, int], None] | None = None
@@ -165,3 +261,8 @@ class Context:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name.encode()) > MAX_NAME or not name.isprintable():
+        raise ConfigError(f"a context's name must be 1 to {MAX_NAME} printable bytes: {name!r}")

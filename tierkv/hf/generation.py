@@ -1,4 +1,4 @@
-"""What transformers' `generate` needs to start from a prompt that is already in the cache."""
+"""What transformers' `generate` is asked for, and needs to start from a prompt in the cache."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
 from tierkv.hf.graph import DecodeGraph
+from tierkv.hf.step import StepCache
+
+LOOK_AT_PROMPTS = (
+    "min_length", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "stop_strings",
+    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+)  # fmt: skip
+"""Arguments of `generate` by which more than the set of a prompt's tokens counts."""
 
 
 @contextmanager
@@ -64,7 +71,11 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
         if not obstacle:
             try:
                 logits = graph.step(ids)
-                return type(graph.output)(**{**graph.output, "logits": logits.clone()})
+                output = {
+                    key: graph.tier_cache if isinstance(value, StepCache) else value
+                    for key, value in graph.output.items()
+                }
+                return type(graph.output)(**{**output, "logits": logits.clone()})
             except CaptureError as error:
                 obstacle = str(error)
         if not told:
@@ -79,3 +90,35 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
         del hf_model.forward
         if former is not None:
             hf_model.forward = former
+
+
+def setting(hf_model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+    """Return what transformers will use: an argument, or the given or the model's config."""
+    if name in kwargs:
+        return kwargs[name]
+    value = getattr(kwargs.get("generation_config"), name, None)
+    return getattr(hf_model.generation_config, name, None) if value is None else value
+
+
+def copies_of(hf_model: PreTrainedModel, kwargs: dict[str, Any]) -> int:
+    """Return the beams or samples of each prompt."""
+    names = ("num_beams", "num_return_sequences")
+    return max(setting(hf_model, kwargs, name) or 1 for name in names)
+
+
+def may_lay_out(hf_model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    """Whether padding may move: one sequence a prompt, and nothing asked for looks at prompts."""
+    looks = any(setting(hf_model, kwargs, name) for name in LOOK_AT_PROMPTS)
+    new = setting(hf_model, kwargs, "max_new_tokens")
+    return copies_of(hf_model, kwargs) == 1 and new is not None and not looks
+
+
+def infer_mask(
+    hf_model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Infer padding as transformers does: pad tokens hide unless they may end the text."""
+    pad, eos = (setting(hf_model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
+    ends = set(eos if isinstance(eos, list) else [eos])
+    if pad is None or pad in ends:
+        return torch.ones_like(input_ids)
+    return (input_ids != pad).long()

@@ -6,6 +6,7 @@ the host does what happens once a page: sealing, writing through, new blocks.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from tierkv.attention.captured import CapturedLookups
 from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
+from tierkv.hf.step import running
+from tierkv.hf.upcoming import Upcoming
 
 WARMUPS = 2
 """Eager runs of a step before it is captured: libraries set themselves up."""
@@ -31,13 +34,28 @@ class DecodeGraph:
         tier_cache: what it has read so far; appends must go through `step` from now on, or
             through the model itself, in any order.
         max_tokens: length up to which the captured step can be replayed.
+        look_ahead: layers ahead for which lookups are foreseen, where layers select; 0 for none.
+        compiled: run the model's own layers through `torch.compile`, which takes a while once.
     """
 
-    def __init__(self, hf_model: Any, tier_cache: TierCache, max_tokens: int):
+    def __init__(
+        self,
+        hf_model: Any,
+        tier_cache: TierCache,
+        max_tokens: int,
+        *,
+        look_ahead: int = 0,
+        compiled: bool = False,
+    ):
         self.hf_model, self.tier_cache = hf_model, tier_cache
-        self._call = hf_model.forward  # before anyone wraps it
+        self._forward = hf_model.forward  # before anyone wraps it
+        self._compiled = torch.compile(self._forward, fullgraph=True) if compiled else None
         self.replays = 0
         manager = tier_cache.live_manager()
+        self.upcoming: Upcoming | None = None
+        if manager.selective is not None:
+            first = manager.selective.spec.dense_layers
+            self.upcoming = Upcoming.of(hf_model, look_ahead, first)
         pages = -(-max_tokens // manager.geometry.page_tokens) + 2
         self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
         self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
@@ -68,31 +86,37 @@ class DecodeGraph:
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
         self.lookups.begin()
-        if self._graph is None:  # the warm-ups write the same token
-            try:
-                self._graph, self._logits = manager.transfer.capture(self._forward, WARMUPS)
-            except RuntimeError as error:
-                reason = str(error).strip().split("\n")[0]
-                self._failed = f"the model's step cannot be captured ({reason})"
-                raise CaptureError(self._failed) from error
+        if self._graph is None:
+            self._capture()
         self._graph.replay()
         self.replays += 1
         manager.end_token(sequences)
         assert self._logits is not None
         return self._logits
 
-    def _forward(self) -> torch.Tensor:
-        self.tier_cache.captured = self.lookups
+    def _capture(self) -> None:
+        """Capture the step; its warm-ups write the token that is to be appended."""
         try:
-            output = self._call(
+            with self.lookups.uncounted():
+                transfer = self.lookups.manager.transfer
+                self._graph, self._logits = transfer.capture(self._run, WARMUPS)
+        except RuntimeError as error:
+            reason = str(error).strip().split("\n")[0]
+            if self._compiled is None:
+                self._failed = f"the model's step cannot be captured ({reason})"
+                raise CaptureError(self._failed) from error
+            warnings.warn(f"decoding without torch.compile: {reason}", stacklevel=4)
+            self._compiled = None
+            self._capture()
+
+    def _run(self) -> torch.Tensor:
+        with running(self.hf_model, self.lookups, self.upcoming) as step_cache:
+            self.output = (self._compiled or self._forward)(
                 input_ids=self.ids,
                 position_ids=self.position,
                 use_cache=True,
                 return_dict=True,
-                **{cache_argument(self.hf_model): self.tier_cache},
+                **{cache_argument(self.hf_model): step_cache},
             )
-        finally:
-            self.tier_cache.captured = None
-        self.output = output
-        logits: torch.Tensor = output.logits
+        logits: torch.Tensor = self.output.logits
         return logits

@@ -50,17 +50,9 @@ def load_model(name_or_dir: str | Path, *, device: str = "auto", dtype: str = "a
         ConfigError: the directory holds no model, or a package or device is missing; says how
             to get it.
     """
-    target = pick_device(device)
-    directory = smollm2_directory() if str(name_or_dir) == SMOLLM2 else Path(name_or_dir)
-    directory = directory.expanduser()
-    if not directory.is_dir():
-        raise ConfigError(f"model: no directory {str(name_or_dir)!r} (models are not downloaded)")
-    if not (directory / "config.json").is_file():
-        raise ConfigError(f"model: {directory} has no config.json, so it is no model directory")
+    target, directory = pick_device(device), _directory(name_or_dir)
+    tokenizer = load_tokenizer(directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, padding_side="left"
-        )
         model = AutoModelForCausalLM.from_pretrained(
             directory,
             local_files_only=True,
@@ -69,6 +61,29 @@ def load_model(name_or_dir: str | Path, *, device: str = "auto", dtype: str = "a
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: {directory} cannot be loaded: {error}") from error
     return model.to(target).eval(), tokenizer
+
+
+def load_tokenizer(name_or_dir: str | Path) -> Any:
+    """Return a model's tokenizer, which pads on the left.
+
+    Raises:
+        ConfigError: the directory holds no model.
+    """
+    directory = _directory(name_or_dir)
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {directory} cannot be loaded: {error}") from error
+
+
+def _directory(name_or_dir: str | Path) -> Path:
+    directory = smollm2_directory() if str(name_or_dir) == SMOLLM2 else Path(name_or_dir)
+    directory = directory.expanduser()
+    if not directory.is_dir():
+        raise ConfigError(f"model: no directory {str(name_or_dir)!r} (models are not downloaded)")
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model: {directory} has no config.json, so it is no model directory")
+    return directory
 
 
 def pick_device(device: str) -> torch.device:

@@ -68,6 +68,11 @@ def shape_config(name_or_path: str) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def model_config(model_type: str, **fields: Any) -> Any:
+    """Return a configuration of one of transformers' own architectures."""
+    return AutoConfig.for_model(model_type, **fields)
+
+
 def weight_bytes(config: Any, dtype: torch.dtype) -> int:
     """Return the bytes of a model's weights without making it."""
     with torch.device("meta"):

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierkv.kernels.build import Launch, kernel, shared_memory
+from tierkv.kernels.build import Chain, Launch, kernel, shared_memory
 from tierkv.kernels.gather import Fetches
 from tierkv.kernels.score import check_sealed
 
 THREADS = 1024
+CHUNK_PAGES, CHUNK_THREADS = 2048, 256
+"""Of runs of so many candidates a shortlist is made, by blocks of so many threads, where one block
+per KV head would look at many such runs. 32,768 pages took it 46 us of a layer's 460."""
 STATIC_SHARED_BYTES = 17 << 10
 """At least the shared memory that ``cuda/select.cu`` takes for itself."""
 
@@ -81,7 +84,8 @@ class Plan:
         missing: ``[kv_heads, budget]`` int32, chosen pages that are in no host frame. They are not
             in `table`: the caller waits for them and plans again, or goes without them.
         missing_counts: ``[kv_heads]`` int32.
-        stats: ``[kv_heads, 3]`` int64, chosen pages so far that were hits, misses and missing.
+        stats: ``[kv_heads, 4]`` int64, chosen pages so far that were hits, misses and missing, and
+            of the hits those that an earlier plan of the same step had chosen.
     """
 
     selected: torch.Tensor
@@ -114,7 +118,7 @@ class Plan:
             fetches=Fetches.allocate(kv_heads, budget, device),
             missing=zeros(kv_heads, budget),
             missing_counts=zeros(kv_heads),
-            stats=zeros(kv_heads, 3, dtype=torch.int64),
+            stats=zeros(kv_heads, 4, dtype=torch.int64),
         )
 
 
@@ -130,8 +134,8 @@ def prepare(
     step: torch.Tensor,
     page_tokens: int,
     mass_target: float | None = None,
-) -> Launch:
-    """Check the arguments of a choice and compile its kernel. ``cuda/select.cu`` has the rules.
+) -> Chain:
+    """Check the arguments of a choice and compile its kernels. ``cuda/select.cu`` has the rules.
 
     Candidates are pages `first` up to ``min(sealed - recent, capacity)``. Those of largest mass are
     chosen, at most the plan's budget; of equal ones those of lower index; never one of mass 0.
@@ -184,7 +188,12 @@ def prepare(
     most = shared_memory(device)[0] - STATIC_SHARED_BYTES - 4 * (slots + 3 * budget)
     if most < 0:
         raise ValueError(f"{slots} slots and a budget of {budget} pages exceed shared memory")
-    cached = min(capacity, most // 4)
+    candidates = (np.int64(sealed.data_ptr()), np.int32(first), np.int32(recent))
+    listing, pages, listed = None, np.int64(0), 0
+    if mass_target is None and capacity > 4 * CHUNK_PAGES and 4 * budget <= CHUNK_PAGES:
+        listing, mass, listed_pages = _shortlist(mass, capacity, candidates, first, budget)
+        pages, listed = np.int64(listed_pages.data_ptr()), mass.shape[1]
+    cached = min(listed or capacity, most // 4)
     shared = 4 * (slots + 3 * budget + cached)
     compiled = kernel("select", "choose_pages", (("THREADS", THREADS),), device, THREADS, shared)
     share = 0 if mass_target is None else -(-int(mass_target * (1 << 52)) // (1 << 20))
@@ -192,9 +201,9 @@ def prepare(
         np.int64(mass.data_ptr()),
         np.int32(mass.shape[1]),
         np.int32(capacity),
-        np.int64(sealed.data_ptr()),
-        np.int32(first),
-        np.int32(recent),
+        *candidates,
+        pages,
+        np.int32(listed),
         np.int32(cached),
         np.int32(budget),
         np.int64(max(share, 0 if mass_target is None else 1)),
@@ -209,4 +218,32 @@ def prepare(
         np.int32(page_tokens),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
     )
-    return Launch(compiled, (kv_heads, 1, 1), arguments, held)
+    choosing = Launch(compiled, (kv_heads, 1, 1), arguments, held)
+    return Chain((choosing,) if listing is None else (listing, choosing))
+
+
+def _shortlist(
+    mass: torch.Tensor,
+    capacity: int,
+    candidates: tuple[np.int64, np.int32, np.int32],
+    first: int,
+    budget: int,
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """Return what makes a shortlist, and its masses and pages, ``[kv_heads, listed]``."""
+    runs = -(-max(capacity - first, 1) // CHUNK_PAGES)
+    listed = torch.zeros((len(mass), runs * budget), dtype=torch.float32, device=mass.device)
+    pages = torch.zeros_like(listed, dtype=torch.int32)
+    threads = min(CHUNK_THREADS, THREADS)
+    compiled = kernel("select", "shortlist_pages", (("THREADS", threads),), mass.device, threads)
+    arguments = (
+        np.int64(mass.data_ptr()),
+        np.int32(mass.shape[1]),
+        np.int32(capacity),
+        *candidates,
+        np.int32(CHUNK_PAGES),
+        np.int32(budget),
+        np.int64(listed.data_ptr()),
+        np.int64(pages.data_ptr()),
+    )
+    launch = Launch(compiled, (runs, len(mass), 1), arguments, (mass, listed, pages))
+    return launch, listed, pages

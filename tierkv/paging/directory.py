@@ -23,6 +23,8 @@ class PageDirectory:
         hot: ``[blocks, layers]`` frame in the layer's hot arena, or `NOWHERE`.
         warm: ``[blocks, layers]`` frame in warm memory, or `NOWHERE`.
         cold: ``[blocks, layers]`` whether the page is durable on disk.
+        saved: key of the content of blocks that came from a saved context. All their pages are on
+            disk under it, and stay there when the block is released.
     """
 
     def __init__(self, layers: int):
@@ -31,6 +33,7 @@ class PageDirectory:
         self.hot: npt.NDArray[np.int64] = np.zeros((0, layers), dtype=np.int64)
         self.warm: npt.NDArray[np.int64] = np.zeros((0, layers), dtype=np.int64)
         self.cold: npt.NDArray[np.bool_] = np.zeros((0, layers), dtype=bool)
+        self.saved: dict[int, bytes] = {}
         self._free: list[int] = []
 
     def new_blocks(self, count: int) -> Blocks:
@@ -63,6 +66,7 @@ class PageDirectory:
         self.warm[blocks] = NOWHERE
         self.cold[blocks] = False
         for block in blocks.tolist():
+            self.saved.pop(block, None)
             heapq.heappush(self._free, block)
 
     @property

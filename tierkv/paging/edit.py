@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tierkv.errors import ConfigError
 from tierkv.paging.directory import Blocks
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import make_plan
 from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
+from tierkv.tiers.arena import Arena
+from tierkv.tiers.frames import Frames
 
 
 def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
@@ -28,19 +31,50 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     tails = np.concatenate([sequences.tails[:, :new], extra], axis=1)
     if offset:
         for layer, arena in enumerate(manager.hot.arenas):
-            sources = torch.as_tensor(sequences.tails[layer, rows], device=manager.device)
-            targets = torch.as_tensor(tails[layer], device=manager.device)
-            for paged in (arena.k_frames, arena.v_frames):
-                paged.index_copy_(1, targets, paged.index_select(1, sources))
+            _copy_frames(arena, sequences.tails[layer, rows], tails[layer])
     for layer in range(manager.geometry.layers):
         manager.hot.give(layer, sequences.tails[layer, new:])
     before = sequences.blocks.copy()
     shared = before[rows, :past]
     manager.directory.retain(shared)
     sequences.batch, sequences.tails = new, tails
-    sequences.blocks = np.concatenate([shared, _fresh_tails(manager, new, offset)], axis=1)
+    sequences.blocks = np.concatenate([shared, fresh_tails(manager, new, offset)], axis=1)
     sequences.changed()
     manager.release(before)
+
+
+def fork(manager: PageManager, sequences: Sequences) -> Sequences:
+    """Return sequences of their own that hold what these hold.
+
+    Sealed pages are shared by reference, tails are copied; closing either leaves the other whole.
+
+    Raises:
+        ConfigError: attention is selective, which keeps one context at a time.
+        HotBudgetError, WarmBudgetError, DiskBudgetError: no room for more tails; nothing changed.
+    """
+    if manager.selective is not None:
+        raise ConfigError("attention='selective' keeps one context at a time: it cannot be forked")
+    twin = Sequences(manager.geometry.layers)
+    if not sequences.batch:
+        return twin
+    manager.start(twin, sequences.batch)
+    past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
+    if offset:
+        for layer, arena in enumerate(manager.hot.arenas):
+            _copy_frames(arena, sequences.tails[layer], twin.tails[layer])
+    shared = sequences.blocks[:, :past]
+    manager.directory.retain(shared)
+    twin.blocks = np.concatenate([shared, fresh_tails(manager, twin.batch, offset)], axis=1)
+    twin.lengths = list(sequences.lengths)
+    return twin
+
+
+def _copy_frames(arena: Arena, sources: Frames, targets: Frames) -> None:
+    source, target = (
+        torch.as_tensor(frames, device=arena.k.device) for frames in (sources, targets)
+    )
+    for paged in (arena.k_frames, arena.v_frames):
+        paged.index_copy_(1, target, paged.index_select(1, source))
 
 
 def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
@@ -56,7 +90,7 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     tokens = manager.geometry.page_tokens
     keep, offset = divmod(length, tokens)
     cut = {
-        layer: _read_page(manager, sequences, layer, keep)
+        layer: read_pages(manager, layer, sequences.blocks[:, keep])
         for layer, now in enumerate(sequences.lengths)
         if offset and now // tokens > keep
     }
@@ -66,7 +100,7 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
         manager.hot.arenas[layer].v_frames.index_copy_(1, tails, v)
     before = sequences.blocks.copy()
     sequences.blocks = np.concatenate(
-        [before[:, :keep], _fresh_tails(manager, sequences.batch, offset)], axis=1
+        [before[:, :keep], fresh_tails(manager, sequences.batch, offset)], axis=1
     )
     sequences.lengths = [min(now, length) for now in sequences.lengths]
     sequences.changed()
@@ -84,23 +118,27 @@ def _restore_recent(
         return
     for layer in filter(state.spec.selects, range(manager.geometry.layers)):
         for position in range(max(pages - state.spec.recent_pages - 1, 0), pages):
-            k, v = _read_page(manager, sequences, layer, position)
+            k, v = read_pages(manager, layer, sequences.blocks[:, position])
             state.keep_recent(position, k, v, manager.hot.arenas[layer])
 
 
-def _fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:
+def fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:
     """Return new blocks ``[batch, 1]`` for tails that hold tokens, else ``[batch, 0]``."""
     count = 1 if offset else 0
     return manager.new_blocks(batch * count).reshape(batch, count)
 
 
-def _read_page(
-    manager: PageManager, sequences: Sequences, layer: int, position: int
+def read_pages(
+    manager: PageManager, layer: int, blocks: Blocks
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy one sealed page position of every sequence: ``[kv_heads, batch, page_tokens, dim]``."""
+    """Copy pages of one layer, ``[n]`` blocks, from any tier: ``[kv_heads, n, page_tokens, dim]``.
+
+    Raises:
+        ColdReadError: a page could not be read from disk.
+    """
     page = Sequences(manager.geometry.layers)
-    page.batch = sequences.batch
-    page.blocks = sequences.blocks[:, position : position + 1]
+    page.batch = len(blocks)
+    page.blocks = blocks[:, None]
     plan = make_plan(
         page,
         layer,

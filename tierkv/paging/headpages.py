@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tierkv.errors import WarmBudgetError
-from tierkv.paging.directory import Blocks
+from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.lookahead import Sources
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
@@ -46,6 +46,23 @@ def read_head_pages(
         finally:
             sources.release()
     return k, v
+
+
+def skip_cold(
+    manager: PageManager, sequences: Sequences, layer: int, pages: torch.Tensor
+) -> torch.Tensor:
+    """Replace pages that are on disk only by -1, and count them; sinks and recent ones stay.
+
+    pages: ``[kv_heads, n]``: sinks and recent pages first.
+    """
+    state, directory = manager.selective, manager.directory
+    assert state is not None
+    blocks = sequences.blocks[0]
+    away = (directory.hot[blocks, layer] == NOWHERE) & (directory.warm[blocks, layer] == NOWHERE)
+    skipped = (pages >= 0) & torch.from_numpy(away)[pages.clamp_min(0)]
+    skipped[:, : state.spec.kept_pages] = False
+    state.counters[:, 2] += skipped.sum(dim=1)
+    return pages.masked_fill(skipped, -1)
 
 
 def open_pages(manager: PageManager, fetch: Fetch) -> Sources:

@@ -48,6 +48,11 @@ def page_key(block_key: bytes, layer: int) -> bytes:
     return KEPT_PREFIX + block_key + struct.pack(">H", layer)
 
 
+def block_of(key: bytes) -> bytes:
+    """Return the key of the page position that a key from `page_key` belongs to."""
+    return key[len(KEPT_PREFIX) : -2]
+
+
 def _digest(kind: bytes, *parts: bytes) -> bytes:
     digest = hashlib.sha256()
     for part in (kind, *parts):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from tierkv.tiers.transfer import Span, Transfer
 
 MAX_AHEAD = 64
 """Announced fetches in flight at most; warm frames and staging arenas bound them sooner."""
+RUN_AHEAD = 8
+"""The same for `Lookahead.run`, whose hot pages may have to be gathered outside of any arena."""
 
 
 @dataclass(eq=False)
@@ -101,22 +104,45 @@ class Lookahead:
         for index, staged in enumerate(plan.staged):
             if not (self._queue and self._queue[0].fetch.same(staged.fetch)):
                 self._restart(sequences, layer, [part.fetch for part in plan.staged[index:]])
-            self._advance()
-            ticket = self._queue.popleft()
-            try:
-                self._wait(ticket)
-                assert ticket.buffer is not None
-                source = ticket.sources
-                arena, free = self._transfer.open_staging(ticket.buffer, source.spans, source.hot)
-                if free:
-                    self._finish(ticket)
-                    self._advance()
+            with self._next_arena() as arena:
                 yield staged, arena
-            finally:
-                self._finish(ticket)
             self._advance()
         if not plan.staged:
             self._advance()
+
+    def run(self, fetches: list[Fetch]) -> Generator[tuple[Fetch, Arena]]:
+        """Yield these pages and no others, in order, each valid until the next is asked for.
+
+        Close the generator if it is not used up.
+
+        Raises:
+            ColdReadError: a page could not be read from disk.
+        """
+        self.cancel()
+        self._ahead.extend(fetches)
+        try:
+            for fetch in fetches:
+                with self._next_arena(RUN_AHEAD) as arena:
+                    yield fetch, arena
+        finally:
+            self.cancel()
+
+    @contextmanager
+    def _next_arena(self, most: int = MAX_AHEAD) -> Iterator[Arena]:
+        """Wait for the fetch at the head of the queue; its arena is free again afterwards."""
+        self._advance(most)
+        ticket = self._queue.popleft()
+        try:
+            self._wait(ticket)
+            assert ticket.buffer is not None
+            source = ticket.sources
+            arena, free = self._transfer.open_staging(ticket.buffer, source.spans, source.hot)
+            if free:
+                self._finish(ticket)
+                self._advance(most)
+            yield arena
+        finally:
+            self._finish(ticket)
 
     def cancel(self) -> None:
         """Forget all announcements; returns when no copy for them is running any more."""
@@ -142,12 +168,12 @@ class Lookahead:
             self._layers_left -= 1
         return self._ahead[0] if self._ahead else None
 
-    def _advance(self) -> None:
+    def _advance(self, most: int = MAX_AHEAD) -> None:
         """Announce as far as frames allow, and stage in order while an arena is free."""
         for ticket in self._queue:
             if ticket.copied is not None and ticket.copied.done():
                 ticket.release_sources()
-        while len(self._queue) < MAX_AHEAD and (fetch := self._next_fetch()) is not None:
+        while len(self._queue) < most and (fetch := self._next_fetch()) is not None:
             sources = self._source.open_sources(fetch)
             if sources is None:
                 break

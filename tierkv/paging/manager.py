@@ -17,11 +17,13 @@ import torch
 from tierkv.codecs import RAW, Codec
 from tierkv.errors import ClosedError, ConfigError, HotBudgetError
 from tierkv.page import Geometry
+from tierkv.paging.descent import make_room, move_down
 from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.lookahead import Lookahead, Sources
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.plan import Fetch, Plan, make_plan
+from tierkv.paging.prefix import PrefixCache
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
@@ -42,6 +44,7 @@ class PageManager:
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
         codec: how pages are stored below hot.
+        prefix_cache: keep pages findable by their tokens after their sequences are closed.
 
     Raises:
         HotBudgetError, WarmBudgetError: a budget is below the minimum; the message says which.
@@ -58,6 +61,7 @@ class PageManager:
         io_threads: int = 4,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        prefix_cache: bool = False,
     ):
         self.tiers = TierSet(
             geometry,
@@ -76,6 +80,7 @@ class PageManager:
         self.lookahead = Lookahead(self, self.transfer, geometry.layers, self.stats)
         self.outflow = Outflow(self.tiers, self.lookahead.cancel)
         self._writer = Writer(self.tiers, self.outflow)
+        self.prefix = PrefixCache(self) if prefix_cache else None
         self.placement_epoch = 0
         self.closed = False
         self._open: set[Sequences] = set()
@@ -96,12 +101,11 @@ class PageManager:
         self._check_open()
         k, v = k.detach(), v.detach()
         batch, new = k.shape[0], k.shape[2]
-        while self._discarded:
-            self.close_sequences(self._discarded.popleft())
+        self._close_discarded()
         if self.selective is not None:
             self._own(self.selective, sequences, batch, sequences.lengths[layer] + new)
         if sequences not in self._open:
-            self._start(sequences, batch)
+            self.start(sequences, batch)
         tokens = self.geometry.page_tokens
         length = sequences.lengths[layer]
         past, offset = divmod(length, tokens)
@@ -135,8 +139,7 @@ class PageManager:
         """Count the token that a captured step has written; seal the page it fills."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
         if sequences.lengths[0] % self.geometry.page_tokens == 0:
-            for layer in range(self.geometry.layers):
-                self._writer.seal_tail(sequences, layer)
+            self._writer.seal_tails(sequences)
 
     def _own(
         self, selective: SelectiveState, sequences: Sequences, batch: int, length: int
@@ -158,7 +161,14 @@ class PageManager:
         with self.tiers.changed:
             return self.directory.new_blocks(count)
 
-    def _start(self, sequences: Sequences, batch: int) -> None:
+    def start(self, sequences: Sequences, batch: int) -> None:
+        """Make `sequences`, new ones, an empty batch: only their tails take frames.
+
+        Raises:
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room for the tails.
+        """
+        self._check_open()
+        self._close_discarded()
         sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
@@ -179,12 +189,12 @@ class PageManager:
                 f"{self.hot.frames_per_layer} pages a layer (raise gpu_budget by "
                 f"{format_bytes((held + count - self.hot.frames_per_layer) * page * layers)})"
             )
-        short = [max(0, count - self.hot.free(layer)) for layer in range(self.geometry.layers)]
-        self.outflow.check_room(short)
+        every = range(self.geometry.layers)
+        short = make_room(self, lambda: [max(0, count - self.hot.free(layer)) for layer in every])
         for layer, pages in enumerate(short):
             if pages:
-                self._demote(layer, pages)
-        every = range(self.geometry.layers)
+                owner = self.hot.owner[layer]
+                move_down(self, layer, owner[owner >= 0][-pages:])
         return np.stack([self.hot.take(layer, TAIL, count) for layer in every])
 
     # -- downwards -------------------------------------------------------------------------
@@ -192,28 +202,15 @@ class PageManager:
     def _reserve(self, sequences: Sequences, new: int) -> None:
         """Check that the pages a step will seal fit below what hot can keep."""
         tokens, batch = self.geometry.page_tokens, sequences.batch
-        down = []
-        for layer, length in enumerate(sequences.lengths):
-            sealed = (length + new) // tokens - length // tokens
-            down.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
-        self.outflow.check_room(down)
 
-    def _demote(self, layer: int, count: int) -> None:
-        """Move resident pages of a layer down to free their frames for tails."""
-        owner = self.hot.owner[layer]
-        frames = np.flatnonzero(owner >= 0)[-count:]
-        blocks = owner[frames].copy()
-        k, v = self.hot.arenas[layer].pages(frames)
-        self.lookahead.cancel()
-        try:
-            self.outflow.send_down(layer, blocks, k, v)
-        except BaseException:
-            self.outflow.take_back(layer, blocks)
-            raise
-        self.directory.hot[blocks, layer] = NOWHERE
-        self.hot.give(layer, frames)
-        self.stats.pages_demoted += count
-        self.placement_epoch += 1
+        def down() -> list[int]:
+            pages = []
+            for layer, length in enumerate(sequences.lengths):
+                sealed = (length + new) // tokens - length // tokens
+                pages.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
+            return pages
+
+        make_room(self, down)
 
     # -- upwards ---------------------------------------------------------------------------
 
@@ -300,7 +297,8 @@ class PageManager:
                 frames = self.directory.hot[dead, layer]
                 self.hot.give(layer, frames[frames != NOWHERE])
             cold = np.argwhere(self.directory.cold[dead])
-            keys = [self.tiers.key(int(dead[row]), layer) for row, layer in cold.tolist()]
+            pages = [(int(dead[row]), layer) for row, layer in cold.tolist()]
+            keys = [self.tiers.key(*page) for page in pages if page[0] not in self.directory.saved]
             self.directory.forget(dead)
         if keys and self.cold is not None:
             self.cold.drop(keys)
@@ -314,6 +312,8 @@ class PageManager:
         if self.closed or sequences not in self._open:
             return
         self._open.discard(sequences)
+        if self.prefix is not None:
+            self.prefix.forget(sequences)
         if self.selective is not None and self.selective.owner is sequences:
             self.selective.forget()
         self.lookahead.cancel()
@@ -326,6 +326,10 @@ class PageManager:
         """Close sequences from a finalizer: any thread, any moment; done at the next append."""
         self._discarded.append(sequences)
 
+    def _close_discarded(self) -> None:
+        while self._discarded:
+            self.close_sequences(self._discarded.popleft())
+
     def close(self) -> None:
         """Wait for all copies, drop this session's pages, give back all memory."""
         if self.closed:
@@ -333,6 +337,8 @@ class PageManager:
         try:
             for sequences in list(self._open):
                 self.close_sequences(sequences)
+            if self.prefix is not None:
+                self.prefix.clear()
         finally:
             self.lookahead.cancel()
             self.closed = True
@@ -344,4 +350,5 @@ class PageManager:
 
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
-        return self.tiers.report()
+        report = self.tiers.report()
+        return report if self.prefix is None else {**report, "prefix": self.prefix.report()}

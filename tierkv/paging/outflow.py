@@ -40,19 +40,20 @@ class Outflow:
 
         Raises:
             WarmBudgetError, DiskBudgetError: they cannot; the message says what is missing.
+            WriteLimitError: a `DiskBudgetError`; the day's writes are used up.
             ColdWriteError: an earlier write to disk failed, and again just now.
         """
         if self._spill_error is not None:
             self.tiers.transfer.spill(self._spill).result()
         if self._spill_error is not None:
             full = isinstance(self._spill_error, DiskBudgetError)
-            raise (DiskBudgetError if full else ColdWriteError)(
+            raise (type(self._spill_error) if full else ColdWriteError)(
                 f"pages could not be written to disk and stay in warm memory: {self._spill_error}"
             ) from self._spill_error
         if not any(down):
             return
         with self.tiers.changed:
-            quota = [self._home_quota(layer) for layer in range(self.tiers.geometry.layers)]
+            quota = [self.homes_free(layer) for layer in range(self.tiers.geometry.layers)]
             queued = self.tiers.warm.outbound.used
         size, warm = self.tiers.warm.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
@@ -65,6 +66,9 @@ class Outflow:
                 )
             return
         to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
+        if not to_disk:
+            return
+        self.tiers.cold.writes.check((to_disk + queued) * size)
         margin = -(-CATALOGUE_MARGIN_BYTES // size)
         room = self.tiers.cold.room() - queued - margin
         if to_disk > room:
@@ -76,7 +80,7 @@ class Outflow:
                 f"raise cpu_budget"
             )
 
-    def _home_quota(self, layer: int) -> int:
+    def homes_free(self, layer: int) -> int:
         """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
         if self.tiers.cold is None:
             return self.tiers.warm.homes.free
@@ -90,10 +94,8 @@ class Outflow:
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
         """
         self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.format.page_bytes
-        with self.tiers.changed:
-            homes = min(len(blocks), self._home_quota(layer))
-            frames = self.tiers.warm.homes.take(homes)
-            self._homes_used[layer] += homes
+        frames = self.take_homes(layer, len(blocks))
+        homes = len(frames)
         if homes:
             self._write_down(layer, blocks[:homes], k[:, :homes], v[:, :homes], frames)
         at = homes
@@ -107,6 +109,34 @@ class Outflow:
             self.tiers.transfer.spill(self._spill)
             at = part.stop
 
+    def send_across(
+        self, layers: range, block: int, k: torch.Tensor, v: torch.Tensor
+    ) -> Frames | None:
+        """Write one page of several layers to warm homes at once.
+
+        k, v: ``[kv_heads, layers, page_tokens, dim]`` on the device. Returns the frames, or None,
+        with nothing done, if a layer has no home left.
+        """
+        tiers = self.tiers
+        with tiers.changed:
+            short = tiers.warm.homes.free < len(layers)
+            if short or not all(self.homes_free(layer) for layer in layers):
+                return None
+            frames = tiers.warm.homes.take(len(layers))
+            for layer in layers:
+                self._homes_used[layer] += 1
+        try:
+            tiers.transfer.write_down(k, v, frames)
+        except BaseException:
+            with tiers.changed:
+                for layer, frame in zip(layers, frames, strict=True):
+                    self.give_homes(layer, np.array([frame]))
+            raise
+        tiers.stats.hot_to_warm_bytes += len(layers) * tiers.format.page_bytes
+        with tiers.changed:
+            tiers.directory.warm[block, layers.start : layers.stop] = frames
+        return frames
+
     def _write_down(
         self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, frames: Frames
     ) -> None:
@@ -115,12 +145,26 @@ class Outflow:
             self.tiers.transfer.write_down(k, v, frames)
         except BaseException:
             with self.tiers.changed:
-                self._give(layer, frames)
+                self.give_homes(layer, frames)
             raise
         with self.tiers.changed:
             self.tiers.directory.warm[blocks, layer] = frames
 
-    def _give(self, layer: int, frames: Frames) -> None:
+    def take_homes(self, layer: int, count: int) -> Frames:
+        """Take up to `count` warm homes, as many as the layer's share has left."""
+        with self.tiers.changed:
+            frames = self.tiers.warm.homes.take(min(count, self.homes_free(layer)))
+            self._homes_used[layer] += len(frames)
+        return frames
+
+    def leave_home(self, layer: int, blocks: Blocks) -> None:
+        """Free the warm homes of pages that are hot now. Lock held."""
+        frames = self.tiers.directory.warm[blocks, layer]
+        home = (frames != NOWHERE) & (frames < self.tiers.warm.homes.capacity)
+        self.tiers.directory.warm[blocks[home], layer] = NOWHERE
+        self.give_homes(layer, frames[home])
+
+    def give_homes(self, layer: int, frames: Frames) -> None:
         """Free a layer's warm frames, homes and outbound ones. Lock held."""
         warm = self.tiers.warm
         homes = frames[(frames != NOWHERE) & (frames < warm.homes.capacity)]
@@ -206,7 +250,7 @@ class Outflow:
             tiers.changed.wait_for(lambda: not self._writing)
             gone = set(blocks.tolist())
             self._queued = [e for e in self._queued if e[1] != layer or e[0] not in gone]
-            self._give(layer, tiers.directory.warm[blocks, layer])
+            self.give_homes(layer, tiers.directory.warm[blocks, layer])
             tiers.directory.warm[blocks, layer] = NOWHERE
             cold = blocks[tiers.directory.cold[blocks, layer]].tolist()
             tiers.directory.cold[blocks, layer] = False
@@ -222,4 +266,4 @@ class Outflow:
         if not self._queued:
             self._spill_error = None  # it was about pages that nobody holds any more
         for layer in range(tiers.geometry.layers):
-            self._give(layer, tiers.directory.warm[dead, layer])
+            self.give_homes(layer, tiers.directory.warm[dead, layer])

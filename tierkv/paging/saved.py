@@ -1,7 +1,7 @@
 """Saving the pages of a context under keys of their content, and bringing them back.
 
-A saved page is written once, whoever shares it. Restoring appends what was saved, page by page in
-layer order, with reads running ahead on threads; no forward pass is made.
+A saved page is written once, whoever shares it. Restoring takes what was saved by reference and
+brings it up into free frames, with reads running ahead on threads; no forward pass is made.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from tierkv.errors import ColdReadError, ConfigError
+from tierkv.paging.adopt import adopt, promote, register
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
-from tierkv.paging.lookup import Lookup, Part
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.frame_format import FrameFormat
 
 BATCH_BYTES = 8 << 20
 """Bytes of one read or write."""
@@ -44,97 +47,140 @@ def store_of(manager: PageManager) -> ColdStore:
 def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]) -> int:
     """Write every page of one sequence that the store does not hold yet; return how many.
 
-    block_keys: one per page position, the tail included.
+    block_keys: one per page position, the tail included. Pages that the store holds are not read.
 
     Raises:
         DiskBudgetError, ColdWriteError: what was written of this call is dropped again.
+        ColdReadError: a page could not be read to be written, likewise.
     """
-    cold, written = store_of(manager), list[bytes]()
-    past, offset = divmod(sequences.lengths[0], manager.geometry.page_tokens)
-    step = max(1, BATCH_BYTES // manager.warm.frame_bytes)
+    written = list[bytes]()
     try:
-        for layer in range(manager.geometry.layers):
-            if not manager.tiers.format.codec.lossless:
-                for new in _save_encoded(manager, sequences, layer, block_keys[:past]):
-                    written += new
-            whole = Lookup(manager, sequences, layer, past, sequences.tails[layer], offset, None, 2)
-            for part in whole.parts(step):
-                for start in range(0, len(part.positions), step):
-                    positions = part.positions[start : start + step].tolist()
-                    keys = [page_key(block_keys[position], layer) for position in positions]
-                    fresh = [i for i, key in enumerate(keys) if key not in cold]
-                    if fresh:
-                        frames = _frames(manager, part, start, len(positions))
-                        new = [keys[i] for i in fresh]
-                        cold.put(new, [frames[i] for i in fresh])
-                        written += new
+        if not manager.tiers.format.codec.lossless:
+            _save_encoded(manager, sequences, block_keys, written)
+        _save_rest(manager, sequences, block_keys, written)
     except BaseException:
-        cold.drop(written)
+        store_of(manager).drop(written)
         raise
     return len(written)
 
 
-def _frames(manager: PageManager, part: Part, start: int, count: int) -> list[memoryview]:
-    """Return pages of a part as they lie on disk; tokens that a tail does not have are zero."""
-    geometry = manager.geometry
-    k, v = part.arena.k_frames, part.arena.v_frames
-    if part.table is None:
-        first = part.first + start
-        k, v = k[:, first : first + count], v[:, first : first + count]
-    else:
-        index = part.table[0, start : start + count]
-        k, v = k.index_select(1, index), v.index_select(1, index)
-    size = manager.warm.frame_bytes
-    buffer = aligned_buffer(count * size)
-    held = part.tokens - (start + count - 1) * geometry.page_tokens
-    if held < geometry.page_tokens:
-        k, v = k.clone(), v.clone()
-        k[:, -1, held:] = 0
-        v[:, -1, held:] = 0
-    raw = torch.frombuffer(buffer, dtype=torch.uint8).view(count, size)
-    manager.tiers.format.write(k, v, raw)
+def _save_rest(
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
+) -> None:
+    """Write what the store does not hold yet; add the keys to `written` as they are."""
+    cold, layout = store_of(manager), manager.tiers.format
+    geometry, step = manager.geometry, manager.placement.staging_pages
+    past, held = divmod(sequences.lengths[0], geometry.page_tokens)
+    fetches: list[Fetch] = []
+    keys: list[list[bytes]] = []
+    tails: list[int] = []
+    for layer in range(geometry.layers):
+        named = {page_key(key, layer): at for at, key in enumerate(block_keys)}
+        fresh = [named[key] for key in cold.missing(list(named))]
+        if fresh and fresh[-1] == past:
+            tails.append(layer)
+        sealed = np.array([at for at in fresh if at < past], dtype=np.int64)
+        for start in range(0, len(sealed), step):
+            part = sealed[start : start + step]
+            fetches.append(Fetch(layer, sequences.blocks[0, part]))
+            keys.append([page_key(block_keys[at], layer) for at in part.tolist()])
+    buffer = aligned_buffer(step * layout.frame_bytes) if fetches or tails else memoryview(b"")
+    with closing(manager.lookahead.run(fetches)) as arrived:
+        for (fetch, arena), names in zip(arrived, keys, strict=True):
+            count = len(fetch.blocks)
+            k, v = arena.k_frames[:, :count], arena.v_frames[:, :count]
+            cold.put(names, _frames(buffer, layout, k, v))
+            written += names
+    for layer in tails:
+        k, v = manager.hot.arenas[layer].pages(sequences.tails[layer, :1])
+        name = page_key(block_keys[past], layer)
+        k, v = (pad(x[:, :, :held], (0, 0, 0, geometry.page_tokens - held)) for x in (k, v))
+        cold.put([name], _frames(buffer, layout, k, v))
+        written.append(name)
+
+
+def _frames(
+    buffer: memoryview, layout: FrameFormat, k: torch.Tensor, v: torch.Tensor
+) -> list[memoryview]:
+    """Lay pages, ``[kv_heads, n, page_tokens, dim]``, out in `buffer` as they lie on disk."""
+    count, size = k.shape[1], layout.frame_bytes
+    raw = torch.frombuffer(buffer, dtype=torch.uint8)[: count * size].view(count, size)
+    layout.write(k, v, raw)
     return [buffer[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _save_encoded(
-    manager: PageManager, sequences: Sequences, layer: int, block_keys: Sequence[bytes]
-) -> Iterator[list[bytes]]:
-    """Write sealed pages below hot as they were encoded once; yield the keys after each write."""
-    cold, blocks = store_of(manager), sequences.blocks[0, : len(block_keys)]
-    keys = [page_key(key, layer) for key in block_keys]
-    hot = manager.directory.hot[blocks, layer]
-    below = [i for i in np.flatnonzero(hot == NOWHERE).tolist() if keys[i] not in cold]
-    step = manager.warm.inbound.capacity
-    for at in range(0, len(below), step):
-        part = below[at : at + step]
-        sources = open_pages(manager, Fetch(layer, blocks[part]))
-        try:
-            for read in sources.reads:
-                read.result()
-            manager.transfer.wait_frames(sources.frames)
-            new = [keys[i] for i in part]
-            cold.put(new, [manager.warm.payload(frame) for frame in sources.frames.tolist()])
-        finally:
-            wait(sources.reads)
-            sources.release()
-        yield new
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
+) -> None:
+    """Write sealed pages that are below hot as they were encoded, once and for all."""
+    cold, step = store_of(manager), manager.warm.inbound.capacity
+    past = sequences.lengths[0] // manager.geometry.page_tokens
+    for layer in range(manager.geometry.layers):
+        blocks = sequences.blocks[0, :past]
+        below = np.flatnonzero(manager.directory.hot[blocks, layer] == NOWHERE)
+        named = {page_key(block_keys[at], layer): at for at in below.tolist()}
+        fresh = cold.missing(list(named))
+        for start in range(0, len(fresh), step):
+            keys = fresh[start : start + step]
+            part = np.array([named[key] for key in keys], dtype=np.int64)
+            sources = open_pages(manager, Fetch(layer, blocks[part]))
+            try:
+                for read in sources.reads:
+                    read.result()
+                manager.transfer.wait_frames(sources.frames)
+                cold.put(keys, [manager.warm.payload(frame) for frame in sources.frames.tolist()])
+            finally:
+                wait(sources.reads)
+                sources.release()
+            written += keys
 
 
 def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:
     """Return how many pages of a saved context the store does not hold."""
-    cold, layers = store_of(manager), range(manager.geometry.layers)
-    return sum(page_key(key, layer) not in cold for key in block_keys for layer in layers)
+    layers = range(manager.geometry.layers)
+    keys = [page_key(key, layer) for key in block_keys for layer in layers]
+    return len(store_of(manager).missing(keys))
 
 
 def restore(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
 ) -> None:
-    """Append saved pages to an empty sequence.
+    """Make a new sequence hold saved pages.
+
+    As many as there are free frames for are read, straight into place; the others stay where they
+    are on disk, are never written again, and are checked when they are read.
 
     Raises:
         ColdReadError: a page is missing or damaged. The sequence is closed, nothing else changed.
         HotBudgetError, WarmBudgetError, DiskBudgetError: no room, likewise.
     """
+    if manager.selective is not None:
+        _append(manager, sequences, block_keys, tokens)
+        return
+    pages, rest = divmod(tokens, manager.geometry.page_tokens)
+    blocks = register(manager, block_keys)
+    try:
+        adopt(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
+    finally:
+        manager.release(blocks)
+    try:
+        promote(manager, blocks[:pages])
+    except BaseException:
+        manager.close_sequences(sequences)
+        raise
+
+
+def above(manager: PageManager, sequences: Sequences) -> bool:
+    """Whether all sealed pages of a batch are hot or warm."""
+    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens]
+    hot, warm = manager.directory.hot[sealed], manager.directory.warm[sealed]
+    return bool(((hot != NOWHERE) | (warm != NOWHERE)).all())
+
+
+def _append(
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
+) -> None:
+    """Append saved pages as a prefill would: selective attention takes note of each."""
     try:
         with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
             for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):

@@ -42,6 +42,7 @@ class Selective:
         parts: vectors of `k_dim` elements in a page's summary.
         selector: ranks pages; `tierkv.selection.Selector`.
         mass_target: share of the estimated attention at which choosing stops, or None.
+        skips: whether chosen pages that are on disk are left out instead of waited for.
     """
 
     dense_layers: int
@@ -53,6 +54,7 @@ class Selective:
     parts: int
     selector: Any
     mass_target: float | None
+    skips: bool = False
 
     @property
     def kept_pages(self) -> int:
@@ -98,8 +100,9 @@ class SelectiveState:
         where: ``[s, kv_heads, max_pages]`` int32, frame of each page in the reuse cache, or -1.
         held, stamp: ``[s, kv_heads, slots]`` int32, page in each slot, and the step that last
             chose it.
-        counters: ``[kv_heads, 3]`` int64, chosen head-pages that were in the reuse cache, that had
-            to be fetched, and that were on disk.
+        counters: ``[kv_heads, 4]`` int64, chosen head-pages that were in the reuse cache, that had
+            to be fetched, and that were on disk; and of the first those foreseen in their step.
+        announced: the same of the choices made ahead of their layer.
         away: pages without a warm home, as far as read by address.
         owner: the sequences whose pages these are.
         reader: what the attention keeps per layer; opaque here.
@@ -116,7 +119,7 @@ class SelectiveState:
         self.where = torch.full((layers, heads, mapped), NONE, **integers)
         self.held = torch.full((layers, heads, spec.slots), NONE, **integers)
         self.stamp = torch.zeros_like(self.held)
-        self.counters = torch.zeros((heads, 3), dtype=torch.int64, device=device)
+        self.counters, self.announced = torch.zeros((2, heads, 4), dtype=torch.int64, device=device)
         self.away = 0
         self.owner: Sequences | None = None
         self.reader: object | None = None
@@ -124,6 +127,21 @@ class SelectiveState:
     def index(self, layer: int) -> int:
         """Return a tiered layer's position among those that select."""
         return layer - self.spec.dense_layers
+
+    def report(self) -> dict[str, Any]:
+        """Return how many head-pages were chosen and where they came from.
+
+        `foreseen` speaks of lookups announced ahead of their layer: of `chosen` head-pages
+        `fetched` came that way, and `used` were chosen by the true query too.
+        """
+        names = ("reused", "fetched", "skipped" if self.spec.skips else "awaited")
+        *counts, used = self.counters.sum(dim=0).tolist()
+        reused, fetched, awaited, _ = self.announced.sum(dim=0).tolist()
+        report: dict[str, Any] = dict(zip(names, counts, strict=True))
+        chosen = reused + fetched + awaited
+        if chosen:
+            report["foreseen"] = {"chosen": chosen, "fetched": fetched, "used": used}
+        return report
 
     def check_room(self, pages: int, page_tokens: int) -> None:
         """Check that a context of `pages` sealed pages fits.
@@ -169,6 +187,30 @@ class SelectiveState:
             self._keep(arena, FIRST_FRAME + np.arange(first, first + count), k, v, 0)
         start = max(first, stop - recent - 1)
         self.keep_recent(start, k[:, start - first :], v[:, start - first :], arena)
+
+    def sealed_across(
+        self,
+        position: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        frames: tuple[torch.Tensor, torch.Tensor],
+        addresses: Frames,
+    ) -> None:
+        """Take note of one sealed page of every layer that selects, on a GPU.
+
+        k, v: ``[s, kv_heads, page_tokens, dim]``; frames: the layers' K and V by frame,
+        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory.
+        """
+        if self.spec.parts:
+            self.summaries[:, :, position] = self.spec.selector.summarize(k)
+        self.addresses[:, position] = torch.from_numpy(addresses).to(self.device)
+        sinks = self.spec.sink_pages
+        kept = [FIRST_FRAME + sinks + position % (self.spec.recent_pages + 1)]
+        if position < sinks:
+            kept.append(FIRST_FRAME + position)
+        for frame in kept:
+            frames[0][:, :, frame].copy_(k)
+            frames[1][:, :, frame].copy_(v)
 
     def keep_recent(self, first: int, k: torch.Tensor, v: torch.Tensor, arena: Arena) -> None:
         """Put pages ``first ..`` into the ring of recent ones."""

@@ -12,6 +12,7 @@ import torch
 from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
+from tierkv.paging.keys import page_key
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
@@ -96,6 +97,9 @@ class TierSet:
 
     def key(self, block: int, layer: int) -> bytes:
         """Return the name of a page in the cold store."""
+        saved = self.directory.saved.get(block)
+        if saved is not None:
+            return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
 
     @property
@@ -119,10 +123,8 @@ class TierSet:
         report = {"tiers": tiers, **self.stats.as_dict()}
         if isinstance(self.cold, PackedStore):
             report["packing"] = self.cold.report()
-        if self.selective is not None and self.selective.spec.slots:
-            names = ("reused", "fetched", "awaited")
-            counts = self.selective.counters.sum(dim=0).tolist()
-            report["selective"] = dict(zip(names, counts, strict=True))
+        if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
+            report["selective"] = self.selective.report()
         return report
 
     def close(self) -> None:

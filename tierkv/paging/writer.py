@@ -7,6 +7,7 @@ import torch
 
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.outflow import Outflow
+from tierkv.paging.selective import TAIL_FRAME
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
 from tierkv.tiers.arena import Arena
@@ -69,8 +70,35 @@ class Writer:
         self.tiers.stats.pages_sealed += sealed * batch
         sequences.sealed(layer)
 
-    def seal_tail(self, sequences: Sequences, layer: int) -> None:
-        """Seal the full tail of one sequence, whose tokens a captured step has written."""
+    def seal_tails(self, sequences: Sequences) -> None:
+        """Seal the full tails of one sequence, whose tokens a captured step has written."""
+        together = self._seal_selecting(sequences)
+        for layer in range(self.tiers.geometry.layers):
+            if layer not in together:
+                self._seal_tail(sequences, layer)
+
+    def _seal_selecting(self, sequences: Sequences) -> range:
+        """Seal the tails of the layers that select at once, while all find warm homes.
+
+        Returns the layers sealed. One after the other they take the host 20 ms for 26 layers.
+        """
+        tiers, state, none = self.tiers, self.tiers.selective, range(0)
+        if state is None or not state.spec.slots or tiers.hot.selecting is None:
+            return none
+        layers = range(state.spec.dense_layers, tiers.geometry.layers)
+        position = sequences.lengths[layers.start] // tiers.geometry.page_tokens - 1
+        k, v = (frames[:, :, TAIL_FRAME] for frames in tiers.hot.selecting)
+        pages = k.transpose(0, 1), v.transpose(0, 1)
+        sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
+        if sent is None:
+            return none
+        state.sealed_across(position, k, v, tiers.hot.selecting, tiers.warm.addresses(sent))
+        tiers.stats.pages_sealed += len(layers)
+        for layer in layers:
+            sequences.sealed(layer)
+        return layers
+
+    def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tail = self.tiers, sequences.tails[layer, :1].copy()
         position = sequences.lengths[layer] // tiers.geometry.page_tokens - 1
         if tiers.hot.homes_free(layer):

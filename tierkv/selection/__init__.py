@@ -15,6 +15,7 @@ from tierkv.selection.base import Selector, page_mass
 from tierkv.selection.bound import Bound
 from tierkv.selection.choose import Chosen, choose
 from tierkv.selection.cuboid import Cuboid
+from tierkv.selection.keys2 import Keys2
 from tierkv.selection.mean import Mean
 from tierkv.selection.oracle import Oracle
 from tierkv.selection.window import Window
@@ -29,6 +30,7 @@ SELECTORS: Mapping[str, Callable[[int], Selector]] = {
     "bound": lambda page_tokens: Bound(),
     "mean": lambda page_tokens: Mean(),
     "window": lambda page_tokens: Window(),
+    "keys2": Keys2,
     "oracle": Oracle,
 }
 """Name -> what makes that selector for pages of so many tokens."""

@@ -30,7 +30,7 @@ def selective_settings(
             f"attention='selective' needs the CUDA kernels: {available().reason}"
         )
     if cuda and chosen.parts > 2:
-        raise ConfigError(f"selector {config.selector!r} is for evaluation and runs on CPU only")
+        raise ConfigError(f"selector {config.selector!r} runs on a CPU only: it has no kernel")
 
     def pages(tokens: int) -> int:
         return -(-tokens // geometry.page_tokens)
@@ -50,4 +50,5 @@ def selective_settings(
         parts=chosen.parts,
         selector=chosen,
         mass_target=config.mass,
+        skips=config.on_cold_miss == "skip",
     )

@@ -34,10 +34,22 @@ class Arena:
         cls, geometry: Geometry, frames: int, device: torch.device, count: int = 1
     ) -> list[Arena]:
         """Return `count` arenas of `frames` frames each, in two allocations."""
+        return cls.views(geometry, *cls.stack(geometry, frames, device, count))
+
+    @staticmethod
+    def stack(
+        geometry: Geometry, frames: int, device: torch.device, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory of `count` arenas, ``[count, kv_heads, frames * page_tokens, dim]``."""
         shape = (count, geometry.kv_heads, frames * geometry.page_tokens)
         k = torch.empty((*shape, geometry.k_dim), dtype=geometry.dtype, device=device)
         v = torch.empty((*shape, geometry.v_dim), dtype=geometry.dtype, device=device)
-        return [cls(geometry, k[i], v[i]) for i in range(count)]
+        return k, v
+
+    @classmethod
+    def views(cls, geometry: Geometry, k: torch.Tensor, v: torch.Tensor) -> list[Arena]:
+        """Return the arenas of a `stack`."""
+        return [cls(geometry, k[i], v[i]) for i in range(len(k))]
 
     def write_tokens(self, slot: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write consecutive tokens from token slot `slot` on. k, v: ``[kv_heads, tokens, dim]``."""

@@ -80,14 +80,18 @@ class Catalogue:
         with self._reading(self._pages) as txn:
             return [txn.get(key) for key in keys]
 
-    def put_many(self, records: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-        """Store all records or none; return the ones they replaced."""
+    def put_many(
+        self, records: Mapping[bytes, bytes], metadata: Mapping[bytes, bytes] | None = None
+    ) -> dict[bytes, bytes]:
+        """Store all records and metadata values or none; return the records they replaced."""
         replaced: dict[bytes, bytes] = {}
         with self._writing(self._pages) as txn:
             for key in sorted(records):
                 old = txn.replace(key, records[key])
                 if old is not None:
                     replaced[key] = old
+            for name, value in (metadata or {}).items():
+                txn.put(name, pack_meta(name, value), db=self._meta)
         return replaced
 
     def delete_many(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:

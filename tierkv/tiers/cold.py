@@ -24,23 +24,24 @@ from tierkv.errors import (
     ColdReadError,
     ColdWriteError,
     ConfigError,
-    DiskBudgetError,
     StoreError,
 )
 from tierkv.page import SECTOR
 from tierkv.tiers.catalogue import Catalogue
-from tierkv.tiers.direct_io import probe_direct_io
+from tierkv.tiers.direct_io import aligned_buffer, probe_direct_io
 from tierkv.tiers.extents import FILE_BYTES
 from tierkv.tiers.faults import COUNTERS, DAMAGE, BadPagesError, VerifyReport
 from tierkv.tiers.lifetime import Lifetime
+from tierkv.tiers.metadata import Metadata
 from tierkv.tiers.owner import OwnerLock
 from tierkv.tiers.payloads import Payloads
 from tierkv.tiers.record import BadRecordError, Record, payload_hash
+from tierkv.tiers.wear import COUNTER_NAME, DailyWrites
 
-_MAX_NAME_BYTES = 500
+_MOVE_BYTES = 8 << 20
 
 
-class ColdStore:
+class ColdStore(Metadata):
     """Pages of one size on disk, by key. Thread-safe; one owner per directory.
 
     Args:
@@ -49,12 +50,15 @@ class ColdStore:
         frame_bytes: bytes of one page's frame, a multiple of 4096.
         disk_budget: bytes that all files of the store may take on disk together.
         free_floor: bytes that a write must leave free on the file system.
+        writes_per_day: bytes of frames that may be written in a day, all processes together; None
+            for no limit.
         durable: whether a returned write survives a power cut. Without it a process that dies
             still loses nothing, but a machine that does may lose the whole store.
 
     Attributes:
         direct_io: whether payloads bypass the page cache (O_DIRECT); if not, reads are buffered.
         direct_io_reason: how we know.
+        writes: what was written today, and the limit.
         counters: events since opening, by the labels in `COUNTERS`.
 
     Raises:
@@ -73,6 +77,7 @@ class ColdStore:
         frame_bytes: int,
         disk_budget: int,
         free_floor: int,
+        writes_per_day: int | None = None,
         durable: bool = True,
     ) -> None:
         if frame_bytes % SECTOR or not SECTOR <= frame_bytes <= FILE_BYTES // 4:
@@ -88,6 +93,7 @@ class ColdStore:
         self.frame_bytes = frame_bytes
         self.disk_budget = disk_budget
         self.free_floor = free_floor
+        self._writes_per_day = writes_per_day
         self.counters = dict.fromkeys(COUNTERS, 0)
         self._durable = durable
         self._writer = threading.Lock()  # one put, drop or metadata write at a time; taken first
@@ -111,6 +117,7 @@ class ColdStore:
 
         Raises:
             DiskBudgetError: not enough room; nothing was written.
+            WriteLimitError: a `DiskBudgetError`; the day's writes are used up, likewise.
             ColdWriteError: the disk or the catalogue failed; nothing became visible.
             StoreError: malformed arguments.
         """
@@ -196,6 +203,32 @@ class ColdStore:
             whole += len(rows) - len(faults)
         return VerifyReport(whole, bad)
 
+    def compact(self) -> int:
+        """Move pages of our own size from the ends of files into free slots before them, and give
+        the ends back to the file system; return how many pages moved.
+
+        Each batch becomes visible as a `put` does. A page that cannot be read stays where it is.
+
+        Raises:
+            WriteLimitError, DiskBudgetError, ColdWriteError: what was moved before stays moved.
+        """
+        moved, size = 0, self.frame_bytes
+        step = max(1, _MOVE_BYTES // size)
+        with self._lifetime.using(), self._writer:
+            with self._payloads.lock:
+                moves = self._payloads.moves()
+            memory = aligned_buffer(min(step, max(1, len(moves))) * size)
+            for start in range(0, len(moves), step):
+                batch = moves[start : start + step]
+                views = [memory[i * size : (i + 1) * size] for i in range(len(batch))]
+                faults, _ = self._payloads.read(size, [key for key, _ in batch], views)
+                whole = [i for i, (key, _) in enumerate(batch) if key not in faults]
+                keys, places = [batch[i][0] for i in whole], [batch[i][1] for i in whole]
+                self._put(keys, [views[i] for i in whole], places)
+                moved += len(whole)
+            self._trim(own=True)
+        return moved
+
     def room(self) -> int:
         """Pages that one `put` of new keys could write now within disk_budget and disk_floor."""
         with self._lifetime.using(), self._payloads.lock:
@@ -207,43 +240,17 @@ class ColdStore:
         with self._lifetime.using(), self._payloads.lock:
             return self._payloads.used_bytes()
 
-    def meta_get(self, name: str) -> bytes | None:
-        """Return the value stored under `name`, or None.
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the frames of all stored pages; the files also hold free space."""
+        with self._lifetime.using(), self._payloads.lock:
+            return self._payloads.stored_bytes()
 
-        Raises:
-            ColdReadError: it is damaged; it was counted as ``bad_meta`` and dropped.
-        """
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Return the keys that have no record; what the others have is checked when it is read."""
         with self._lifetime.using():
-            try:
-                return self._catalogue.meta_get(_meta_key(name))
-            except BadRecordError as error:
-                self._count("bad_meta")
-                with self._writer:
-                    self._catalogue.meta_delete(_meta_key(name))
-                raise ColdReadError(f"metadata {name!r} is damaged: {error}") from error
-
-    def meta_put(self, name: str, value: bytes) -> None:
-        """Store `value` under `name`, replacing what was there.
-
-        Raises:
-            DiskBudgetError: not enough room; nothing was written.
-            ColdWriteError: the catalogue failed; nothing was written.
-        """
-        with self._lifetime.using(), self._writer, self._counting_failures():
-            growth = self._catalogue.growth_bytes(0, len(value))
-            with self._payloads.lock:
-                self._payloads.budget.check(growth, f"metadata {name!r}")
-            self._catalogue.meta_put(_meta_key(name), value)
-
-    def meta_delete(self, name: str) -> None:
-        """Delete the value stored under `name`, if any."""
-        with self._lifetime.using(), self._writer:
-            self._catalogue.meta_delete(_meta_key(name))
-
-    def meta_names(self, prefix: str = "") -> list[str]:
-        """Return the names of all metadata values that start with `prefix`, in order."""
-        with self._lifetime.using():
-            return [name.decode() for name in self._catalogue.meta_names(prefix.encode())]
+            values = self._catalogue.get_many(keys)
+        return [key for key, value in zip(keys, values, strict=True) if value is None]
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a page of our own size is stored under `key` (its payload is not checked)."""
@@ -286,6 +293,7 @@ class ColdStore:
             self.directory / "catalogue", disk_budget=self.disk_budget, durable=self._durable
         )
         undo.callback(self._catalogue.close)
+        self.writes = DailyWrites(self._stored_counter(), self._writes_per_day)
         directory = self.directory / "extents"
         directory.mkdir(exist_ok=True)
         self.direct_io, self.direct_io_reason = probe_direct_io(directory)
@@ -323,9 +331,21 @@ class ColdStore:
                 f"writing pages to {self.directory} failed: {error}; nothing became visible"
             ) from error
 
-    def _put(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> None:
+    def _put(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Write pages and make them visible; `places` are free positions to use, if it matters."""
+        num_bytes = len(keys) * self.frame_bytes
+        self.writes.check(num_bytes)
         with self._writing_payloads(), self._payloads.lock:
-            positions = self._payloads.reserve(len(keys))
+            if places is None:
+                positions: Sequence[int] = self._payloads.reserve(len(keys))
+            else:
+                self._payloads.reserve_at(places)
+                positions = places
         records: dict[bytes, bytes] = {}
         try:
             for key, view, position in zip(keys, views, positions, strict=True):
@@ -334,11 +354,19 @@ class ColdStore:
                 records[key] = record.pack(key)
             with self._writing_payloads():
                 self._own.write(positions, views, durable=self._durable)
-            replaced = self._catalogue.put_many(records)
+            self.writes.add(num_bytes)
+            replaced = self._catalogue.put_many(records, {COUNTER_NAME: self.writes.packed()})
         except BaseException:
             self._give_back(positions, records)
             raise
         self._payloads.free(replaced)
+
+    def _stored_counter(self) -> bytes | None:
+        try:
+            return self._catalogue.meta_get(COUNTER_NAME)
+        except BadRecordError:
+            self._count("bad_meta")
+            return None
 
     def _scan(self, prefix: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
         """The catalogue's `scan`, without keeping `close` waiting between its lists."""
@@ -369,25 +397,3 @@ class ColdStore:
             with self._writer:
                 same = self._catalogue.delete_same(values)
                 self._payloads.free({key: values[key] for key in same})
-
-    @contextmanager
-    def _counting_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except DiskBudgetError:
-            self._count("budget_refusals")
-            raise
-        except ColdWriteError:
-            self._count("write_errors")
-            raise
-
-    def _count(self, label: str, amount: int = 1) -> None:
-        with self._counting:
-            self.counters[label] += amount
-
-
-def _meta_key(name: str) -> bytes:
-    key = name.encode()
-    if not 1 <= len(key) <= _MAX_NAME_BYTES or key.startswith(b"\0"):
-        raise StoreError(f"a metadata name must have 1 to {_MAX_NAME_BYTES} bytes, got {name!r}")
-    return key

@@ -30,6 +30,8 @@ class HotTier:
 
     Attributes:
         arenas: one `Arena` a layer.
+        selecting: K and V of the last group of layers that select, by frame:
+            ``[s, kv_heads, frames, page_tokens, dim]``; None if there is none.
         owner: ``[layers, frames]`` logical block in each frame, `FREE` or `TAIL`.
     """
 
@@ -46,9 +48,13 @@ class HotTier:
         taken = [frames_per_layer if more is None else 1 for more in extra]
         self.frames_per_layer = min(taken)
         self.arenas: list[Arena] = []
+        self.selecting: tuple[torch.Tensor, torch.Tensor] | None = None
         for (own, more), layers in itertools.groupby(zip(taken, extra, strict=True)):
-            count = len(list(layers))
-            self.arenas += Arena.allocate(geometry, own + (more or 0), device, count)
+            k, v = Arena.stack(geometry, own + (more or 0), device, len(list(layers)))
+            self.arenas += Arena.views(geometry, k, v)
+            if more is not None:
+                size = (-1, geometry.page_tokens)
+                self.selecting = k.unflatten(2, size), v.unflatten(2, size)
         self.pools = [FramePool(0, own) for own in taken]
         self.owner = np.full((geometry.layers, max(taken)), FREE, dtype=np.int64)
 

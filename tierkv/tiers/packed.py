@@ -1,7 +1,7 @@
 """A cold store whose pages are packed losslessly, each in a slot smaller than its frame.
 
 A page that does not shrink so far is kept as it is, in two slots: one under its key, the rest under
-the key with `REST` behind it. Checksums are over what is on disk, so damage shows before anything
+the key with `REST` before it. Checksums are over what is on disk, so damage shows before anything
 is unpacked. Packing runs on threads of its own, unpacking on the threads that read.
 """
 
@@ -26,7 +26,7 @@ from tierkv.tiers.faults import BadPagesError, Fault
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.units import round_up
 
-REST = b"+"
+REST = b"rest/"
 BATCH_BYTES = 16 << 20
 """Bytes of packed pages that one write or read holds beside the frames."""
 
@@ -70,6 +70,9 @@ class PackedStore(ColdStore):
         self._sums = dict.fromkeys(("packed", "not_packed", "pack_ns", "unpack_ns", "unpacked"), 0)
         self._pool = ThreadPoolExecutor(threads, "tierkv-pack")
         super().__init__(directory, frame_bytes=slot_bytes(page_frame_bytes, dtype), **limits)
+        # What is left of pages that were dropped by someone who does not know of packing.
+        lost = [key for key in self.keys(REST) if key.removeprefix(REST) not in self]
+        super().drop(lost)
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         """Pack and store all pages or none; see `ColdStore.put`."""
@@ -94,7 +97,7 @@ class PackedStore(ColdStore):
                 split = self.frame_bytes - LENGTH.size
                 _bytes(slot)[LENGTH.size :] = page[:split]  # the length before it stays 0
                 _bytes(rest)[: self.page_bytes - split] = page[split:]
-                rest_keys.append(key + REST)
+                rest_keys.append(REST + key)
         super().put([*keys, *rest_keys], [*slots, *rest_slots])
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
@@ -111,13 +114,13 @@ class PackedStore(ColdStore):
         slots = dict(zip(keys, self._slots(len(keys)), strict=True))
         faults = self._read(slots)
         whole = [key for key, slot in slots.items() if key not in faults and not _length(slot)]
-        rests = dict(zip([key + REST for key in whole], self._slots(len(whole)), strict=True))
+        rests = dict(zip([REST + key for key in whole], self._slots(len(whole)), strict=True))
         lost = self._read(rests)
-        faults |= {key: lost[key + REST] for key in whole if key + REST in lost}
+        faults |= {key: lost[REST + key] for key in whole if REST + key in lost}
         for key, buffer in zip(keys, buffers, strict=True):
             if key not in faults:
                 page = np.frombuffer(buffer, np.uint8)[: self.page_bytes]
-                fault = self._unpack(slots[key], rests.get(key + REST), page)
+                fault = self._unpack(slots[key], rests.get(REST + key), page)
                 faults |= {} if fault is None else {key: fault}
         return faults
 
@@ -131,7 +134,7 @@ class PackedStore(ColdStore):
     def drop(self, keys: Sequence[bytes]) -> int:
         """Remove pages; see `ColdStore.drop`."""
         removed = super().drop(keys)
-        super().drop([key + REST for key in keys])
+        super().drop([REST + key for key in keys])
         return removed
 
     def report(self) -> dict[str, Any]:
@@ -209,9 +212,19 @@ def open_store(
     Pages of one sector cannot take less, and are not packed.
     """
     size = layout.frame_bytes
-    if level is None or slot_bytes(size, layout.geometry.dtype) == size:
+    if not _shrinks(layout, level):
         return ColdStore(directory, frame_bytes=size, **limits)
     return PackedStore(
         directory, page_frame_bytes=size, page_bytes=layout.page_bytes,
-        dtype=layout.geometry.dtype, level=level, threads=threads, **limits,
+        dtype=layout.geometry.dtype, level=level or LEVEL, threads=threads, **limits,
     )  # fmt: skip
+
+
+def stored_codec(layout: FrameFormat, level: int | None) -> str:
+    """Return how pages are stored on disk, as far as another store could not read them."""
+    return layout.codec.name + ("+zstd" if _shrinks(layout, level) else "")
+
+
+def _shrinks(layout: FrameFormat, level: int | None) -> bool:
+    size = layout.frame_bytes
+    return level is not None and slot_bytes(size, layout.geometry.dtype) < size

@@ -179,6 +179,10 @@ class Payloads:
         extents = sum(extents.allocated_bytes() for extents in self._extents.values())
         return extents + self._catalogue.allocated_bytes()
 
+    def stored_bytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(x.slots.num_used * x.frame_bytes for x in self._extents.values())
+
     def room(self) -> int:
         """Frames of our own size that one batch could write within the budget."""
         left = self.budget.left()
@@ -202,6 +206,34 @@ class Payloads:
             step = min(_GROWTH_BYTES, self.budget.disk_budget // 16) // self.own.frame_bytes
             self.own.grow(max(count - num_free, min(step, self.room() - num_free)))
         return self.own.slots.take(count)
+
+    def reserve_at(self, positions: Sequence[int]) -> None:
+        """Mark free positions of our own size as in use, for pages that move there.
+
+        Raises:
+            DiskBudgetError: not enough room for the catalogue's change.
+        """
+        growth = self._catalogue.growth_bytes(len(positions))
+        self.budget.check(growth, f"moving {len(positions)} pages")
+        for position in positions:
+            self.own.slots.claim(position)
+
+    def moves(self) -> list[tuple[bytes, int]]:
+        """Return (key, free position) of pages of our own size that should move for files to end
+        earlier: as many from the end as there are free slots before them. Order is kept.
+        """
+        used: list[tuple[int, bytes]] = []
+        for rows in self._catalogue.scan():
+            for key, value in rows:
+                record = _unpack(key, value, self.own.frame_bytes)
+                if isinstance(record, Record):
+                    used.append((self.own.position(record.file_index, record.slot), key))
+        used.sort(reverse=True)
+        free = self.own.slots.free_positions()
+        pairs = zip(used, free, strict=False)
+        count = sum(position > target for (position, _), target in pairs)
+        keys = [key for _, key in reversed(used[:count])]
+        return list(zip(keys, free[:count], strict=True))
 
     def close(self) -> None:
         """Close all files. Further calls do nothing."""

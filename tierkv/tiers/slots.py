@@ -70,6 +70,10 @@ class SlotMap:
         self._state[taken] = _USED
         return [int(position) for position in taken]
 
+    def free_positions(self) -> list[int]:
+        """Return the positions that `take` can hand out, ascending."""
+        return [int(position) for position in np.flatnonzero(self._state == _FREE)]
+
     def release(self, positions: Iterable[int]) -> None:
         """Free used positions; one that is being read becomes free when its last read ends."""
         for position in positions:

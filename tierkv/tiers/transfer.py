@@ -12,8 +12,9 @@ a copy waits for what it depends on (read after write, write after read), never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,9 +96,11 @@ class Transfer:
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
         self._io_threads = io_threads
+        self._asides: dict[int, Any] = {}
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
             self._down = StreamClock(torch.cuda.Stream(device, priority=-1))
+            self._aside = torch.cuda.Stream(device)
             half = -(-staging_pages // 2)  # pages go down in pieces of this size
             up, down = (staging_buffers, staging_pages), (staging_buffers, half)
             self._up_raw, self._down_raw = (
@@ -268,6 +271,28 @@ class Transfer:
         with torch.cuda.graph(graph):
             result = work()
         return graph, result
+
+    @contextmanager
+    def aside(self, name: int) -> Iterator[None]:
+        """Enqueue the block's work beside the caller's stream, after what that has so far.
+
+        `join` with the same name makes the caller's stream wait for it. Without a GPU the work is
+        done at once.
+        """
+        if not self.cuda:
+            yield
+            return
+        stream = self._aside
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+            self._asides[name] = stream.record_event()
+
+    def join(self, name: int) -> None:
+        """Wait, on the caller's stream, for the work set aside by a name, if there is any."""
+        event = self._asides.pop(name, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def _scattered(self, copies: int, pages: int) -> bool:
         """Whether pages lie so far apart that our kernel moves them faster than copies."""

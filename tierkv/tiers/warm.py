@@ -84,18 +84,26 @@ class WarmTier:
 
     def _chunk(self, chunk: int) -> torch.Tensor:
         """Return a chunk's frames, ``[frames, frame_bytes]``; pinned memory is made ahead."""
-        if chunk not in self._chunks:
-            with self._taking:
-                last = min(chunk + CHUNKS_AHEAD if self.pinned else chunk, self.num_chunks - 1)
-                for near in range(chunk, last + 1):
-                    if near not in self._chunks:
-                        self._chunks[near] = self._take(near)
+        self._begin(chunk)
         try:
             return self._chunks[chunk].result()[1]
         except WarmBudgetError:
             with self._taking:
                 self._chunks.pop(chunk, None)  # there may be memory next time
             raise
+
+    def _begin(self, chunk: int) -> None:
+        if chunk not in self._chunks:
+            with self._taking:
+                last = min(chunk + CHUNKS_AHEAD if self.pinned else chunk, self.num_chunks - 1)
+                for near in range(chunk, last + 1):
+                    if near not in self._chunks:
+                        self._chunks[near] = self._take(near)
+
+    def expect_reads(self) -> None:
+        """Begin to take and pin what pages from disk pass through, before they are asked for."""
+        if self.pinned and self.inbound.capacity:
+            self._begin(self.homes.capacity // self.chunk_frames)
 
     @property
     def num_chunks(self) -> int:

@@ -1,0 +1,23 @@
+"""What must go to disk, and what does not care about the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import tierkv
+from tests.models import tiny_model
+from tests.paging_helpers import budgets
+
+
+def test_a_full_disk_does_not_matter_while_warm_has_room(tmp_path: Path) -> None:
+    """An append was refused because "0 more pages must go to disk", which was nearly full."""
+    model = tiny_model("llama")
+    settings = budgets("warm", model, tmp_path, page_tokens=16, rows=1)
+    full = {"store": str(tmp_path), "disk_budget": "64KiB", "disk_floor": "1MiB"}
+    with tierkv.wrap(model, **settings | full) as wrapped:
+        tier_cache = wrapped.cache()
+        tierkv.prefill(wrapped, torch.arange(3, 153)[None], tier_cache)
+        assert tier_cache.get_seq_length() == 150
+        assert wrapped.stats()["tiers"]["warm"]["pages"] > 0

@@ -1,0 +1,68 @@
+"""Hot pages on their way down, and what is given up so that a budget suffices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tierkv.errors import BudgetError
+from tierkv.paging.directory import NOWHERE, Blocks
+
+if TYPE_CHECKING:
+    from tierkv.paging.manager import PageManager
+
+
+def make_room(manager: PageManager, down: Callable[[], list[int]]) -> list[int]:
+    """Check that the tiers below hot take `down()` pages of each layer; return that.
+
+    What the prefix cache keeps makes way: it is moved down for pages that could be hot, and
+    evicted before anyone is told that a budget is too small.
+
+    Raises:
+        WarmBudgetError, DiskBudgetError: they cannot; nothing that is in use was touched.
+        ColdWriteError: an earlier write to disk failed, and again just now.
+    """
+    if manager.prefix is not None and (pages := max(down())):
+        manager.prefix.leave_hot(pages)
+    while True:
+        need = down()
+        try:
+            manager.outflow.check_room(need)
+        except BudgetError:
+            if manager.prefix is None or not manager.prefix.evict(max(*need, 1)):
+                raise
+        else:
+            return need
+
+
+def demote(manager: PageManager, blocks: Blocks) -> None:
+    """Move the pages of blocks from hot to the tiers below.
+
+    Raises:
+        WarmBudgetError, DiskBudgetError: no room there; nothing was moved.
+        ColdWriteError: a write to disk failed; what was not moved yet stays hot.
+    """
+    hot, cold = manager.directory.hot[blocks], manager.directory.cold[blocks]
+    manager.outflow.check_room(((hot != NOWHERE) & ~cold).sum(axis=0).tolist())
+    for layer in range(manager.geometry.layers):
+        move_down(manager, layer, blocks[hot[:, layer] != NOWHERE])
+
+
+def move_down(manager: PageManager, layer: int, blocks: Blocks) -> None:
+    """Move hot pages of one layer down; those that are on disk already are just dropped."""
+    if not len(blocks):
+        return
+    manager.lookahead.cancel()
+    frames = manager.directory.hot[blocks, layer]
+    lasting = ~manager.directory.cold[blocks, layer]
+    if lasting.any():
+        k, v = manager.hot.arenas[layer].pages(frames[lasting])
+        try:
+            manager.outflow.send_down(layer, blocks[lasting], k, v)
+        except BaseException:
+            manager.outflow.take_back(layer, blocks[lasting])
+            raise
+    manager.directory.hot[blocks, layer] = NOWHERE
+    manager.hot.give(layer, frames)
+    manager.stats.pages_demoted += len(blocks)
+    manager.placement_epoch += 1

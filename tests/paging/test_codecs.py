@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -161,17 +162,49 @@ def test_generate_and_resume(name: str, tmp_path: Path) -> None:
         wrapped.open("book")
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2"])
+def test_other_models(name: str, tmp_path: Path) -> None:
+    """Latents with K and V of different dims, and windows beside pages: 8 bits stay near raw."""
+    model = tiny_model(name)
+    ids = torch.randint(3, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
+    settings = budgets("cold", model, tmp_path, page_tokens=16, rows=1)
+    logits = {codec: last_logits(model, ids, codec=codec, **settings) for codec in ("raw", "int8")}
+    gap = (logits["raw"] - logits["int8"]).abs().max()
+    assert 0 < gap < 0.1 * logits["raw"].abs().max()
+
+
+def test_selective_attention_reads_encoded_pages() -> None:
+    """On the CPU; with a budget for everything and nothing hot it is exact over those pages."""
+    model = tiny_model("llama")
+    ids = torch.randint(3, VOCAB, (1, 300), generator=torch.Generator().manual_seed(0))
+    common = {"page_tokens": 16, "codec": "int4", "gpu_budget": "64MiB", "cpu_budget": "64MiB"}
+    selective = {"attention": "selective", "token_budget": 512, "max_context": 512,
+                 "dense_layers": 0, "sink_tokens": 0, "recent_tokens": 0}  # fmt: skip
+    got = last_logits(model, ids, **common | selective)
+    nothing_hot = common | {"gpu_budget": budgets("minimum", model, Path(), page_tokens=16, rows=1)
+                            ["gpu_budget"]}  # fmt: skip
+    want = last_logits(model, ids, **nothing_hot)
+    raw = last_logits(model, ids, **common | {"codec": "raw"})
+    assert (got - want).abs().max() < 1e-3 < 0.01 < (got - raw).abs().max()
+
+
+def last_logits(model: Any, ids: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Prefill all but the last token, decode that one."""
+    with tierkv.wrap(model, **settings) as wrapped, torch.no_grad():
+        cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-1], cache)
+        step = {wrapped.cache_argument(): cache, "use_cache": True}
+        return model(ids[:, -1:], **step).logits[0, -1]
+
+
 def test_8_bits_keep_the_tokens_of_a_small_model(tmp_path: Path) -> None:
     model = tiny_model("llama")
     ids = torch.randint(3, VOCAB, (1, 150), generator=torch.Generator().manual_seed(0))
     settings = budgets("warm", model, tmp_path, page_tokens=16, rows=1)
-    logits = {}
-    for codec in ("raw", "int8-channel", "int4"):
-        with tierkv.wrap(model, codec=codec, **settings) as wrapped, torch.no_grad():
-            cache = wrapped.cache()
-            wrapped.prefill(ids[:, :-1], cache)
-            step = {wrapped.cache_argument(): cache, "use_cache": True}
-            logits[codec] = model(ids[:, -1:], **step).logits[0, -1].log_softmax(-1)
+    logits = {
+        codec: last_logits(model, ids, codec=codec, **settings).log_softmax(-1)
+        for codec in ("raw", "int8-channel", "int4")
+    }
     near, far = ((logits["raw"] - logits[name]).abs().max() for name in ("int8-channel", "int4"))
     assert 0 < near < 0.3 * far
 

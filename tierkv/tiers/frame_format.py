@@ -41,6 +41,7 @@ class FrameFormat:
 
     def write(self, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor) -> None:
         """Encode pages. k, v: ``[kv_heads, n, page_tokens, dim]``; frames: ``[n, frame_bytes]``."""
+        k, v = k.to(self.geometry.dtype), v.to(self.geometry.dtype)
         if self._layout is None or not self._on_gpu(frames):
             self.codec.encode(self.geometry, k, v, frames)
             return

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tierkv import codecs
+from tierkv.codec_names import CODECS
 from tierkv.config import Config, GenerateConfig, converted_dir, load_settings
 from tierkv.errors import ConfigError
 
@@ -162,3 +164,45 @@ def test_every_shipped_file_loads(file: Path) -> None:
 
 def test_files_are_shipped() -> None:
     assert len(CONFIGS) >= 3
+
+
+def test_codecs_are_those_there_are() -> None:
+    assert list(codecs.CODECS) == list(CODECS)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "warm"),
+    [
+        ("raw", "raw", "raw"),
+        ("int8", "hot=raw,warm=int8,cold=int8", "int8"),
+        ("warm=int4", "hot=raw,warm=int4,cold=int4", "int4"),
+        ({"hot": "raw", "warm": "fp8", "cold": "fp8"}, "hot=raw,warm=fp8,cold=fp8", "fp8"),
+        ({"warm": "raw"}, "raw", "raw"),
+        ("raw+zstd", "hot=raw,warm=raw,cold=raw+zstd", "raw"),
+        ({"cold": "raw+zstd:3"}, "hot=raw,warm=raw,cold=raw+zstd:3", "raw"),
+    ],
+)
+def test_codec(value: object, kept: str, warm: str) -> None:
+    config = Config.from_kwargs(codec=value)
+    assert config.codec == kept and config.codecs.warm == warm
+    assert Config.from_kwargs(codec=config.codec) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"warm": "int3"}, r"codec: warm must be one of raw, int8, .*, got 'int3'"),
+        (8, "got 8"),
+        ({"warm": ["int8"]}, "got"),
+        ("warn=int8", "hot, warm and cold, got 'warn'"),
+        ({"hot": "int8"}, "codec: hot must be raw .* got 'int8'"),
+        ("raw+zstd:20", "cold must be one of .* or raw.zstd, got 'raw.zstd:20'"),
+        ({"warm": "raw+zstd"}, "warm must be one of .*'raw.zstd'"),
+        ({"warm": "int8", "cold": "raw+zstd"}, "cold must be 'int8' like warm .* got 'raw.zstd'"),
+        ("int8+zstd", "got 'int8.zstd'"),
+        ({"warm": "int8", "cold": "int4"}, "codec: cold must be 'int8' like warm .* got 'int4'"),
+    ],
+)
+def test_bad_codecs(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_kwargs(codec=value)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tierkv.codecs import CODECS
 from tierkv.config import Config
 from tierkv.errors import ClosedError, ConfigError, UnsupportedModelError
 from tierkv.hf import prefill as hf_prefill
@@ -38,7 +39,8 @@ from tierkv.paging.manager import PageManager
 from tierkv.paging.saved import store_of
 from tierkv.paging.selective import Selective
 from tierkv.selection.settings import selective_settings
-from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.packed import open_store
 
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 """What transformers calls the cache: the first until 5.23, the second from 5.24."""
@@ -85,10 +87,16 @@ class TieredModel:
             )
             return None
         config, cold = self.config, None
+        codec = CODECS[config.codecs.warm]
+        layout = FrameFormat(geometry, codec)
+        if config.attention == "selective" and device.type == "cuda":
+            layout.check_fetch()
         if config.store is not None:
-            cold = ColdStore(
+            cold = open_store(
                 config.store,
-                frame_bytes=geometry.frame_bytes,
+                layout,
+                config.codecs.zstd_level,
+                threads=config.io_threads,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
                 writes_per_day=config.disk_writes_per_day,
@@ -102,6 +110,7 @@ class TieredModel:
                 cold=cold,
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
+                codec=codec,
                 prefix_cache=config.prefix_cache,
             )
         except BaseException:

@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 import tierkv
+from tierkv.codec_names import CODECS
 from tierkv.config import (
     ATTENTIONS,
     COLD_MISSES,
@@ -52,6 +53,7 @@ _HELP = {
     "dense_layers": ("N", "first layers, which stay exact"),
     "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
+    "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
     "compile": ("", "run the model's layers through torch.compile in replayed steps"),
@@ -104,6 +106,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", metavar="N,N", help="contexts (default: 128K,256K,512K,1M)")
     add("--hot", default="1/8", metavar="SHARES",
         help="gpu_budget as shares of the KV, such as 1/8,1 (default: 1/8)")  # fmt: skip
+    add("--codec", default="raw", metavar="NAMES",
+        help="how pages are stored below hot, such as raw,int8,int4: one row each")  # fmt: skip
     add("--cpu-budget", metavar="SIZE", help="host memory for KV (default: all that is not hot)")
     add("--store", metavar="DIR", help="directory of the cold tier, for what fits neither")
     add("--prefill", nargs="?", const="128K", metavar="N",
@@ -137,7 +141,8 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--needles", type=int, default=20, metavar="S",
         help="contexts with a needle to find; 0 for none (default: 20)")  # fmt: skip
     add("--selectors", metavar="NAMES",
-        help=f"among {','.join(SELECTORS)} (default: cuboid, and oracle on a CPU)")  # fmt: skip
+        help=f"among {','.join(SELECTORS)} (default: cuboid, on a CPU oracle too)")  # fmt: skip
+    add("--codecs", default="", metavar="NAMES", help=f"among {','.join(CODECS)}, or all")
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
     for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",

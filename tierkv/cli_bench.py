@@ -24,6 +24,7 @@ from tierkv.bench.options import Options
 from tierkv.bench.runs import run
 from tierkv.bench.summary import OFFLOADED, STOCK, TIERKV, goals, hot_label
 from tierkv.cli_report import TABLE_WIDTH, StepLine
+from tierkv.codec_names import parse_codecs
 from tierkv.doctor import gpu
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
@@ -111,6 +112,7 @@ def options_from(args: argparse.Namespace) -> Options:
         cpu_budget=None if args.cpu_budget is None else parse_bytes(args.cpu_budget),
         store=None if args.store is None else Path(args.store).expanduser(),
         page_tokens=args.page_tokens,
+        codecs=codecs(args.codec),
         scale=16 if quick and not cuda else 1,
     )
 
@@ -129,6 +131,18 @@ def contexts(text: str) -> tuple[int, ...]:
             raise ConfigError(f"tokens must be numbers such as 4096, 128K or 1M, got {part!r}")
         found.append(int(digits) * unit)
     return tuple(found)
+
+
+def codecs(text: str) -> tuple[str, ...]:
+    """Return the codecs of a text such as ``raw,int8``.
+
+    Raises:
+        ConfigError: one of them is unknown.
+    """
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        parse_codecs(name)
+    return names
 
 
 def _share(text: str) -> float:

@@ -14,9 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tierkv.bench.encoded import CLAIMED
 from tierkv.bench.quality import Options, run, text_ids
 from tierkv.cli_bench import contexts, machine
 from tierkv.cli_report import TABLE_WIDTH, StepLine
+from tierkv.codec_names import CODECS
 from tierkv.config import SELECTORS, Config
 from tierkv.errors import ConfigError
 from tierkv.hf import loading
@@ -45,7 +47,10 @@ def evaluate(args: argparse.Namespace) -> int:
     loading.quiet()
     device = loading.pick_device(args.device)
     if args.selectors is None:
-        args.selectors = "cuboid" if device.type == "cuda" else "oracle,cuboid"
+        usual = "cuboid" if device.type == "cuda" else "oracle,cuboid"
+        args.selectors = "" if args.codecs else usual
+    if args.plot and not args.selectors:
+        raise ConfigError("--plot draws selectors against budgets: add --selectors")
     for name in _selectors(args.selectors):
         if device.type == "cuda" and selector(name).parts > 2:
             raise ConfigError(f"--selectors: {name} runs on the CPU only; add --device cpu")
@@ -111,6 +116,7 @@ def options_from(args: argparse.Namespace, model: Any, tokenizer: Any, text: str
         needles=args.needles,
         selectors=_selectors(args.selectors),
         budgets=budgets,
+        codecs=_codecs(args.codecs),
         tiers=tiers,
     )
 
@@ -122,16 +128,25 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} must not be negative, got {getattr(args, name)}")
     if not args.continuation and not args.needles:
         raise ConfigError("--continuation 0 and --needles 0 leave nothing to evaluate")
+    _codecs(args.codecs)
     if args.selectors is not None:
         _selectors(args.selectors)
     _budgets(args.budgets)
 
 
 def _selectors(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
+    names = tuple(dict.fromkeys(text.split(","))) if text else ()
     for name in names:
         if name not in SELECTORS:
             raise ConfigError(f"--selectors must be among {', '.join(SELECTORS)}, got {name!r}")
+    return names
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    names = CODECS if text == "all" else tuple(dict.fromkeys(text.split(","))) if text else ()
+    for name in names:
+        if name not in CODECS:
+            raise ConfigError(f"--codecs must be among {', '.join(CODECS)} or all, got {name!r}")
     return names
 
 
@@ -179,11 +194,17 @@ def print_tables(report: dict[str, Any]) -> None:
         steps = report["continuation"][0]["steps"]
         table = _table(f"continuation of {steps} tokens, {context}",
                        "perplexity", "x exact", "top-1 agreement", "KL")  # fmt: skip
+        encoded = [row for row in report["continuation"] if row["codec"] != "raw"]
         for row in report["continuation"]:
+            if row in encoded:
+                continue
             table.add_row(*_named(row), f"{row['perplexity']:.3f}",
                           f"{row['perplexity_ratio']:.4f}", f"{row['top1_agreement']:.1%}",
                           f"{row['kl']:.5f}", *_costs(row))  # fmt: skip
-        console.print(table)
+        if encoded:
+            console.print(_codec_table(report["continuation"][0], encoded, steps, context))
+        if len(encoded) + 1 < len(report["continuation"]) or not encoded:
+            console.print(table)
     if report["needles"]:
         seeds = report["needles"][0]["needles"]
         depths = sorted(report["needles"][0]["by_depth"])
@@ -197,6 +218,26 @@ def print_tables(report: dict[str, Any]) -> None:
         console.print(table)
 
 
+def _codec_table(
+    exact: dict[str, Any], encoded: list[dict[str, Any]], steps: int, context: str
+) -> Table:
+    """Return the table of codecs beside what the literature claims for such ones."""
+    table = Table(title=f"codecs, continuation of {steps} tokens, {context}", title_justify="left")
+    table.add_column("codec of the context's pages")
+    for name in ("bytes/token", "of raw", "perplexity", "x raw", "claimed loss", "top-1 agreement",
+                 "KL", "worst keys", "worst values"):  # fmt: skip
+        table.add_column(name, justify="right")
+    raw = exact["bytes_per_token"]
+    for row in (exact, *encoded):
+        worst = [f"{row[f'{name}_error']:.2%} (layer {row[f'{name}_error_layer']})"
+                 if row in encoded else "-" for name in ("k", "v")]  # fmt: skip
+        table.add_row(row["codec"], f"{row['bytes_per_token']:,.0f}",
+                      f"{row['bytes_per_token'] / raw:.1%}", f"{row['perplexity']:.3f}",
+                      f"{row['perplexity_ratio']:.4f}", CLAIMED.get(row["codec"], "-"),
+                      f"{row['top1_agreement']:.1%}", f"{row['kl']:.5f}", *worst)  # fmt: skip
+    return table
+
+
 def _table(title: str, *columns: str, costs: bool = True) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("attention")
@@ -206,7 +247,8 @@ def _table(title: str, *columns: str, costs: bool = True) -> Table:
 
 
 def _named(row: dict[str, Any]) -> tuple[str, str]:
-    return (row["selector"] or "exact", f"{row['token_budget']:,}" if row["selector"] else "-")
+    name = "exact" if row.get("codec", "raw") == "raw" else f"exact, {row['codec']}"
+    return (row["selector"] or name, f"{row['token_budget']:,}" if row["selector"] else "-")
 
 
 def _costs(row: dict[str, Any]) -> tuple[str, str, str]:

@@ -11,6 +11,7 @@ import numpy as np
 from tierkv.cli_generate import encode, read_prompt
 from tierkv.cli_report import loading_note
 from tierkv.cli_store import opened, store_directory
+from tierkv.codecs import CODECS
 from tierkv.config import Settings
 from tierkv.errors import ConfigError, UnsupportedModelError
 from tierkv.hf import loading
@@ -19,6 +20,8 @@ from tierkv.hf.fingerprint import fingerprint
 from tierkv.hf.geometry import model_geometry
 from tierkv.paging.explain import Explanation, Prompt, explain
 from tierkv.paging.keys import Tokens, root_key
+from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.packed import stored_codec
 
 AROUND = 8
 """Tokens shown before and after the first one that differs."""
@@ -60,7 +63,10 @@ def _prompt(hf_model: Any, tokenizer: Any, text: str, settings: Settings) -> Pro
         )  # fmt: skip
         if geometry is None:
             raise UnsupportedModelError(f"{type(hf_model).__name__} keeps nothing in pages")
-        root = root_key(fingerprint(hf_model), geometry)
+        codecs = settings.tiers.codecs
+        layout = FrameFormat(geometry, CODECS[codecs.warm])
+        codec = stored_codec(layout, codecs.zstd_level)
+        root = root_key(fingerprint(hf_model), geometry, codec=codec)
     finally:
         detach(hf_model, former)
 

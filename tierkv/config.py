@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tierkv.codec_names import TierCodecs, parse_codecs
 from tierkv.errors import ConfigError
 from tierkv.units import format_bytes, parse_bytes
 
@@ -79,6 +80,10 @@ class Config:
         reuse: size of the reuse cache on the GPU, in token budgets.
         max_context: tokens that selective attention keeps summaries for; 0 takes the model's own
             limit.
+        codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
+            ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
+            Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
+            in memory and packs them on disk, without loss.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
@@ -113,6 +118,7 @@ class Config:
     on_cold_miss: str = "wait"
     reuse: float = 2.0
     max_context: int = 0
+    codec: str = "raw"
     cuda_graph: bool | None = None
     look_ahead: int = 0
     compile: bool = False
@@ -145,6 +151,9 @@ class Config:
         for name in ("sink_tokens", "recent_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
+        codecs = parse_codecs(self.codec)
+        plain = ",".join(f"{tier}={name}" for tier, name in codecs._asdict().items())
+        object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
         for name in ("compile", "prefix_cache"):
@@ -163,6 +172,11 @@ class Config:
             _check_number("mass", self.mass)
             if not 0 < self.mass <= 1:
                 raise ConfigError(f"mass must be above 0 and at most 1, got {self.mass}")
+
+    @property
+    def codecs(self) -> TierCodecs:
+        """The codec of each tier."""
+        return parse_codecs(self.codec)
 
     @classmethod
     def from_kwargs(cls, **settings: Any) -> Config:

@@ -19,7 +19,9 @@ from tierkv.attention import selective
 from tierkv.bench import layers, needles, quality
 from tierkv.bench.forced import Forced, Setting, forced
 from tierkv.cli import main
+from tierkv.codecs import CODECS
 from tierkv.config import SELECTORS, Config
+from tierkv.errors import ConfigError
 from tierkv.hf.attach import cache_argument
 from tierkv.selection.quality import attention
 
@@ -31,7 +33,7 @@ SMALL = ("--page-tokens", "16", "--sink-tokens", "16", "--recent-tokens", "16",
          "--dense-layers", "1", "--device", "cpu")  # fmt: skip
 FIELDS = {
     "attention", "selector", "token_budget", "perplexity", "perplexity_ratio", "top1_agreement",
-    "kl", "tokens_read", "kv_share", "steps", "seconds",
+    "kl", "tokens_read", "kv_share", "steps", "seconds", "codec", "bytes_per_token",
 }  # fmt: skip
 
 Eval = Callable[..., tuple[int, str, str]]
@@ -289,3 +291,35 @@ def test_a_picture_needs_matplotlib(evaluate: Eval, monkeypatch: pytest.MonkeyPa
     code, _, err = evaluate("--plot", "quality.png")
     assert code == 2
     assert "--plot needs matplotlib" in err
+
+
+def test_codecs_are_compared_with_raw_pages(evaluate: Eval) -> None:
+    """One row each: smaller pages, a small loss, the worst layer; selectors only if asked for."""
+    flags = ("--needles", "0", "--tokens", "200", "--continuation", "8", "--codecs", "all")
+    code, out, _ = evaluate(*flags)
+    report = json.loads(out.splitlines()[-1])
+    rows = {row["codec"]: row for row in report["continuation"]}
+    assert code == 0 and list(rows) == list(CODECS)
+    raw = rows.pop("raw")
+    assert raw["perplexity_ratio"] == 1 and set(raw) == FIELDS
+    for name, row in rows.items():
+        assert row["bytes_per_token"] < 0.7 * raw["bytes_per_token"], name
+        assert 0 < row["kl"] < 1 and 0 < row["k_error"] < 0.2 and 0 < row["v_error"] < 0.2
+        assert row["k_error_layer"] in (0, 1)
+    assert rows["int8-channel"]["kl"] < rows["int4"]["kl"]
+    assert rows["int8-channel"]["v_error"] < 0.2 * rows["int4"]["v_error"]
+    for text in ("claimed loss", "worst keys", "int4-importance", "100.0%"):
+        assert text in out
+    code, out, _ = evaluate(*flags[:-1], "int8", "--selectors", "cuboid", "--budgets", "64")
+    names = [
+        (row["codec"], row["selector"]) for row in json.loads(out.splitlines()[-1])["continuation"]
+    ]
+    assert code == 0 and names == [("raw", None), ("int8", None), ("raw", "cuboid")]
+    assert evaluate("--codecs", "int3")[0] == 2
+
+
+def test_codecs_need_every_layer_to_attend_to_everything() -> None:
+    """A model with windows recomputes its context for every setting: nothing to encode."""
+    with pytest.raises(ConfigError, match="--codecs"):
+        list(forced(tiny_model("gemma2"), ids_of(120), 100, [Setting(), Setting(codec="int8")],
+                    TIERS, quiet))  # fmt: skip

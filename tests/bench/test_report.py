@@ -105,3 +105,17 @@ def test_pictures(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
     empty = {**made_up_report(), "rows": []}
     assert len(draw(empty, tmp_path / "plots")) == 3
+
+
+def test_encoded_pages_are_compared_with_raw_ones() -> None:
+    rows = [
+        made_up_row(TIERKV, 1 << 17, 0.125, 290.0),
+        made_up_row(TIERKV, 1 << 17, 0.25, 250.0),
+        made_up_row(TIERKV, 1 << 17, 0.125, 145.0, codec="int8"),
+        made_up_row(TIERKV, 1 << 17, 0.125, 100.0, codec="int4"),
+    ]
+    add_speedups(rows)
+    assert [row["speedup"].get("raw") for row in rows] == [None, None, 2.0, 2.9]
+    found = [goal for goal in goals(rows) if "raw pages" in goal["goal"]]
+    assert [(goal["target"], goal["met"]) for goal in found] == [(1.8, True), (3.2, False)]
+    assert found[0]["row"].endswith("1/8 hot, int8")

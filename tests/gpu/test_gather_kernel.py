@@ -33,6 +33,12 @@ def test_random_copies(geometry: Geometry, seed: int, device: torch.device) -> N
     gather_cases.check_fetch(seed, geometry, device)
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+def test_copies_of_frames(to_host: bool, device: torch.device) -> None:
+    for seed in range(4):
+        gather_cases.check_frames(seed, device, to_host=to_host)
+
+
 def test_replays_read_what_the_host_wrote_since(device: torch.device) -> None:
     """Nothing stays in a GPU cache from one replay to the next, in either direction."""
     problem = Problem(0, GEOMETRY, device, host_frames=32)
@@ -102,7 +108,7 @@ def test_runs_on_the_callers_stream(device: torch.device) -> None:
 
 def test_warm_memory_is_mapped(device: torch.device) -> None:
     """Frames of the warm tier, in several registered chunks, are read and written in place."""
-    warm = WarmTier(GEOMETRY, 40, 0, 0, pinned=True)
+    warm = WarmTier(GEOMETRY.frame_bytes, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7
     try:
         spans = [warm.span(np.array([frame])) for frame in range(40)]

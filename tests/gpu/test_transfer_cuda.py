@@ -14,20 +14,31 @@ import torch
 import tierkv
 from tests.models import tiny_model
 from tests.paging_helpers import budgets
+from tierkv.codecs import CODECS
 from tierkv.page import Geometry
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16, torch.float32])
+@pytest.fixture(
+    params=[
+        (torch.bfloat16, "raw"),
+        (torch.float16, "raw"),
+        (torch.float32, "raw"),
+        (torch.bfloat16, "int8"),
+        (torch.float16, "int4"),
+        (torch.bfloat16, "fp8"),
+    ],
+    ids=str,
+)
 def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
-    geometry = Geometry(1, 3, 40, 24, request.param, 16)
-    warm = WarmTier(geometry, 40, 0, 0, pinned=True)
+    dtype, codec = request.param
+    layout = FrameFormat(Geometry(1, 3, 40, 24, dtype, 16), CODECS[codec], on_disk=False)
+    warm = WarmTier(layout.frame_bytes, 40, 0, 0, pinned=True)
     warm.chunk_frames = 7  # copies must stop at the border of two registered chunks
     device = torch.device("cuda")
-    engine = Transfer(
-        geometry, warm, None, device, staging_pages=12, staging_buffers=2, io_threads=1
-    )
+    engine = Transfer(layout, warm, None, device, staging_pages=12, staging_buffers=2, io_threads=1)
     yield engine
     engine.close()
     warm.close()
@@ -35,7 +46,7 @@ def transfer(request: pytest.FixtureRequest) -> Iterator[Transfer]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_down_and_up_are_bitwise(transfer: Transfer, seed: int) -> None:
-    rng, geometry = np.random.default_rng(seed), transfer.geometry
+    rng, geometry = np.random.default_rng(seed), transfer.format.geometry
     count = int(rng.integers(1, 13))
     frames = rng.permutation(40)[:count].astype(np.int64)
     if seed % 2:
@@ -43,7 +54,9 @@ def test_down_and_up_are_bitwise(transfer: Transfer, seed: int) -> None:
     shape = (geometry.kv_heads, count, geometry.page_tokens)
     k = torch.randn(*shape, geometry.k_dim, device="cuda").to(geometry.dtype)
     v = torch.randn(*shape, geometry.v_dim, device="cuda").to(geometry.dtype)
-    want_k, want_v = k.clone(), v.clone()
+    stored = torch.zeros(count, transfer.warm.frame_bytes, dtype=torch.uint8)
+    transfer.format.write(k.cpu(), v.cpu(), stored)
+    want_k, want_v = (x.cuda() for x in transfer.format.pages(stored))
     arena = transfer.staging[0]
     arena.k.fill_(float("nan"))
     arena.v.fill_(float("nan"))

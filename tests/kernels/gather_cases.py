@@ -123,3 +123,23 @@ def check_fetch(seed: int, geometry: Geometry, device: torch.device) -> None:
         launch.run()
         problem.wait()
         assert all(map(torch.equal, problem.device_pages(), want))
+
+
+def check_frames(seed: int, device: torch.device, *, to_host: bool) -> None:
+    """Copy the first bytes of frames of any content."""
+    torch.manual_seed(seed)
+    count, size, used = 9, 1024, (1000, 544)[seed % 2]
+    host = torch.randint(0, 256, (count, size), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    near = torch.randint(0, 256, (count + 2, size), dtype=torch.uint8).to(device)
+    order, slots = torch.randperm(count), torch.randperm(count + 2)[:count]
+    addresses = (host.data_ptr() + order * size).to(device)
+    moved = -(-used // 16) * 16
+    want_host, want_near = host.clone(), near.cpu()
+    if to_host:
+        want_host[order, :moved] = want_near[slots, :moved]
+    else:
+        want_near[slots, :moved] = want_host[order, :moved]
+    gather.prepare_frames(addresses, near, used, slots=slots.to(device), to_host=to_host).run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(host, want_host) and torch.equal(near.cpu(), want_near)

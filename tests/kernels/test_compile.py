@@ -17,8 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.combinations import each
+from tierkv.codecs import CODECS
+from tierkv.codecs.affine import Affine
 from tierkv.kernels import build, select
 from tierkv.kernels.decode import choose_layout, constants
+from tierkv.page import Geometry
 
 SHARED_MEMORY = {80: (166912, 167936), 90: (232448, 233472), 120: (101376, 102400)}
 """Compute capability -> largest shared memory of a block and of a multiprocessor, in bytes."""
@@ -44,6 +48,15 @@ FOLD = [(F32, BF16, F32, 128, 8), (F16, F16, BF16, 80, 4)]
 SCORE = [(BF16, 128, 4, 2), (F16, 256, 16, 2), (F32, 80, 7, 1)]
 """Element type, K dim, group, parts of a summary."""
 
+CODEC = [
+    (BF16, 128, 128, 32),
+    (BF16, 64, 512, 32),
+    (BF16, 256, 256, 256),
+    (F16, 80, 96, 64),
+    (F32, 40, 32, 16),
+]
+"""Element type, K dim, V dim, page tokens."""
+
 Defines = tuple[tuple[str, int], ...]
 
 
@@ -65,6 +78,11 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
     for dtype, k_dim, group, parts in SCORE:
         sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
         found.append(("score", (("DTYPE", build.DTYPES[dtype]), *sizes)))
+    affine = [codec for codec in CODECS.values() if isinstance(codec, Affine)]
+    for codec, sizes in each(affine, CODEC):
+        dtype, k_dim, v_dim, page_tokens = sizes
+        geometry = Geometry(1, 1, k_dim, v_dim, dtype, page_tokens)
+        found.append(("codec", codec.layout(geometry).defines))
     selecting = [
         ("select", (("THREADS", threads),)) for threads in (select.THREADS, select.CHUNK_THREADS)
     ]

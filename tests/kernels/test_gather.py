@@ -32,6 +32,35 @@ def test_emulated_kernels_copy_what_the_tables_say(geometry: Geometry) -> None:
         gather_cases.check_fetch(seed, geometry, CPU)
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("to_host", [False, True])
+def test_emulated_copies_of_frames(to_host: bool) -> None:
+    """Whatever frames hold; bytes past what is asked for are left alone."""
+    gather_cases.check_frames(0, CPU, to_host=to_host)
+    gather_cases.check_frames(1, CPU, to_host=to_host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": torch.zeros(3, 100, dtype=torch.uint8)}, "whole chunks"),
+        ({"frames": torch.zeros(3, 96)}, "uint8"),
+        ({"num_bytes": 97}, "97 bytes of frames of 96"),
+        ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_wrong_frames_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {
+        "addresses": torch.zeros(3, dtype=torch.int64),
+        "frames": torch.zeros(3, 96, dtype=torch.uint8),
+        "num_bytes": 90,
+        "slots": torch.zeros(3, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        gather.prepare_frames(**arguments | changes)
+
+
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 

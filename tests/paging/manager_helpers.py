@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
 from tierkv.paging.adopt import adopt, promote
 from tierkv.paging.directory import NOWHERE
@@ -25,6 +26,7 @@ from tierkv.paging.placement import STAGING_BUFFERS, Placement, staging_total
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import FREE, TAIL
 
 TOKENS = 16
@@ -32,11 +34,15 @@ GEOMETRY = Geometry(layers=2, kv_heads=2, k_dim=4, v_dim=8, dtype=torch.float32,
 
 
 def open_store(
-    directory: Path, geometry: Geometry = GEOMETRY, *, disk_budget: int = 64 << 20
+    directory: Path,
+    geometry: Geometry = GEOMETRY,
+    *,
+    disk_budget: int = 64 << 20,
+    codec: Codec = RAW,
 ) -> ColdStore:
     return ColdStore(
         directory,
-        frame_bytes=geometry.frame_bytes,
+        frame_bytes=FrameFormat(geometry, codec).frame_bytes,
         disk_budget=disk_budget,
         free_floor=0,
         durable=False,
@@ -53,6 +59,7 @@ def make_manager(
     transit: int = 1,
     io_threads: int = 2,
     chunk_frames: int | None = None,
+    codec: Codec = RAW,
 ) -> PageManager:
     """Make a manager with exactly these frames, poisoned, and budgets that hold no more.
 
@@ -71,9 +78,10 @@ def make_manager(
             geometry,
             torch.device("cpu"),
             gpu_budget=place.hot_bytes(geometry),
-            cpu_budget=(homes + 2 * each_way) * geometry.frame_bytes,
+            cpu_budget=(homes + 2 * each_way) * FrameFormat(geometry, codec).frame_bytes,
             cold=store,
             io_threads=io_threads,
+            codec=codec,
         )
     if chunk_frames is not None:
         manager.warm.chunk_frames = chunk_frames

@@ -68,12 +68,12 @@ def test_more_than_the_machine_has_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host_memory, "total", lambda: Room(1 << 20, "the machine has 1 MiB"))
     frames = 2 * (1 << 20) // GEOMETRY.frame_bytes
     with pytest.raises(WarmBudgetError, match=r"machine has 1 MiB; lower cpu_budget"):
-        WarmTier(GEOMETRY, frames, 0, 0, pinned=True)
-    WarmTier(GEOMETRY, frames, 0, 0, pinned=False).close()
+        WarmTier(GEOMETRY.frame_bytes, frames, 0, 0, pinned=True)
+    WarmTier(GEOMETRY.frame_bytes, frames, 0, 0, pinned=False).close()
 
 
 def test_pages_stop_before_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = WarmTier(GEOMETRY, 8, 0, 0, pinned=False)
+    tier = WarmTier(GEOMETRY.frame_bytes, 8, 0, 0, pinned=False)
     taken = tier.homes.take(1)
     short = Room(warm.FREE_FLOOR_BYTES + 100, "100 bytes are left")
     monkeypatch.setattr(host_memory, "room", lambda: short)

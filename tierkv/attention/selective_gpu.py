@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierkv.kernels import decode, gather, score, select
+from tierkv.kernels import decode, score, select
 from tierkv.kernels.build import Chain, Launch
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
@@ -186,7 +186,9 @@ class Reader:
         )  # fmt: skip
         arena = self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
-        fetching = gather.prepare_fetch(state.addresses[at], plan.fetches, frames)
+        fetching = self.manager.tiers.format.prepare_fetch(
+            state.addresses[at], plan.fetches, frames
+        )
         return Choosing(scoring, choosing, fetching)
 
     def _run(self, launches: LayerLaunches, layer: int, sequences: Sequences | None) -> None:

@@ -16,25 +16,35 @@ import torch
 
 from tierkv import api
 from tierkv.bench import memory, workload
+from tierkv.bench.encoded import Damage, Kept, bytes_per_token, stored
 from tierkv.bench.workload import Progress
+from tierkv.errors import ConfigError
 from tierkv.hf.cache import TierCache
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
 
+TOGETHER = 64
+"""Tokens that are fed at once where all attention is exact."""
 KEPT_SHARE = 0.25
 """Of free host memory that keys and values of a context may take between settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How decode steps attend: exactly without a selector, else with it and a token budget."""
+    """How decode steps attend: exactly without a selector, else with it and a token budget.
+
+    `codec`: what the context's whole pages have been through.
+    """
 
     selector: str | None = None
     token_budget: int = 0
+    codec: str = "raw"
 
     @property
     def label(self) -> str:
         """What to call it in a line of text."""
+        if self.codec != "raw":
+            return self.codec
         return "exact" if self.selector is None else f"{self.selector} {self.token_budget}"
 
     def arguments(self, tokens: int) -> dict[str, Any]:
@@ -52,7 +62,7 @@ class Setting:
         """Return the columns that name it."""
         budget = None if self.selector is None else self.token_budget
         return {"attention": "selective" if self.selector else "exact",
-                "selector": self.selector, "token_budget": budget}  # fmt: skip
+                "selector": self.selector, "token_budget": budget, "codec": self.codec}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ class Forced:
             tiered layers where attention is exact).
         kv_share: of the KV in all tiered layers, dense ones included, the share read per step.
         seconds: of the decode steps.
+        damage: what the codec did to the context's pages; None for raw ones.
+        bytes_per_token: that a token's K and V take in pages of the codec.
     """
 
     setting: Setting
@@ -72,12 +84,14 @@ class Forced:
     tokens_read: float
     kv_share: float
     seconds: float
+    damage: Damage | None = None
+    bytes_per_token: float = 0.0
 
 
 class _Recording(TierCache):
     """A tier cache that keeps in host memory what is appended while `kept` is a list."""
 
-    kept: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    kept: Kept | None = None
 
     def append(self, tier_layer: int, k: torch.Tensor, v: torch.Tensor) -> Lookup:
         """Append to one tiered layer ``[1, kv_heads, tokens, dim]``."""
@@ -96,36 +110,56 @@ def forced(
     tiers: dict[str, Any],
     say: Progress,
 ) -> Iterator[Forced]:
-    """Prefill ``ids[:, :start]``, then feed the rest but the last token one by one, per setting.
+    """Prefill ``ids[:, :start]``, then feed the rest but the last token, per setting.
+
+    One by one if any setting selects, else several together: exact attention gives the same.
 
     The prefill is repeated for each setting only where the model has layers with state of their
-    own (windows, recurrence), or where keys and values would fill host memory.
+    own (windows, recurrence), or where keys and values would fill host memory; codecs are not
+    evaluated there.
 
     Args:
         ids: ``[1, tokens]`` on the model's device.
         tiers: further settings of `tierkv.wrap`.
+
+    Raises:
+        ConfigError: a codec cannot be evaluated with this model and context; names the flag.
     """
-    kept: list[tuple[int, torch.Tensor, torch.Tensor]] | None = None
+    kept: Kept | None = None
     total, feeds = ids.shape[1], range(start, ids.shape[1] - 1)
+    stride = 1 if any(setting.selector for setting in settings) else TOGETHER
     for setting in settings:
         with api.wrap(model, **{**tiers, **setting.arguments(total)}) as wrapped:
             text = model.config.get_text_config(decoder=True)
             cache = _Recording(text, wrapped.manager)
+            damage, size = None, 0.0
+            if setting.codec != "raw" and kept is None:
+                raise ConfigError(
+                    "--codecs: keys and values of the whole context must be kept in host memory, "
+                    "and every layer must attend to all of it; lower --tokens or take another model"
+                )
+            if wrapped.manager is not None:
+                size = bytes_per_token(wrapped.manager.geometry, setting.codec)
             if kept is None:
                 cache.kept = [] if _may_keep(cache, start) else None
                 wrapped.prefill(ids[:, :start], cache, on_progress=partial(say, "prefill"))
                 kept, cache.kept = cache.kept, None
             else:
-                for layer, k, v in kept:
+                pages = kept
+                if setting.codec != "raw":
+                    assert wrapped.manager is not None
+                    pages, damage = stored(kept, wrapped.manager.geometry, setting.codec)
+                for layer, k, v in pages:
                     workload.append(cache, layer, k.to(ids.device), v.to(ids.device))
-            before, logits = time.perf_counter(), []
-            for count, at in enumerate(feeds):
-                say(setting.label, count, len(feeds))
-                logits.append(workload.step(model, cache, ids[:, at : at + 1])[0, -1].float().cpu())
+            before, logits = time.perf_counter(), list[torch.Tensor]()
+            for at in feeds[::stride]:
+                say(setting.label, at - start, len(feeds))
+                tokens_fed = ids[:, at : min(at + stride, total - 1)]
+                logits += workload.step(model, cache, tokens_fed)[0].float().cpu()
             seconds = time.perf_counter() - before
             tokens, share = reads(wrapped.manager, feeds)
             cache.close()
-        yield Forced(setting, torch.stack(logits), tokens, share, seconds)
+        yield Forced(setting, torch.stack(logits), tokens, share, seconds, damage, size)
 
 
 def _may_keep(cache: TierCache, tokens: int) -> bool:

@@ -15,7 +15,8 @@ class Options:
     """What to run; see the flags of ``tierkv bench``.
 
     `shapes` are pairs of a shape's name and its contexts in tokens; `prefill_tokens` is the
-    longest context that is really prefilled (0: none); budgets of None follow from the KV.
+    longest context that is really prefilled (0: none); budgets of None follow from the KV; `codecs`
+    are how tierkv stores pages below hot, one row each.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -32,4 +33,5 @@ class Options:
     cpu_budget: int | None = None
     store: Path | None = None
     page_tokens: int = 32
+    codecs: tuple[str, ...] = ("raw",)
     scale: int = 1

@@ -1,7 +1,9 @@
-"""How much selective attention changes what a model says: a text's continuation, and needles.
+"""How much selective attention or a codec changes what a model says: a continuation, needles.
 
-Every predicted token that is scored comes from a decode step, so all of them select. What each
-layer recovers of its own attention stands beside it (`layers`).
+Where anything selects, every token that is scored comes from a decode step. Of encoded
+contexts every whole page has been through the codec, as if none were hot; pages that the
+continuation itself fills stay raw.
+What each layer recovers of its own attention stands beside it (`layers`).
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ class Options:
     needles: int
     selectors: tuple[str, ...]
     budgets: tuple[int, ...]
+    codecs: tuple[str, ...] = ()
     tiers: dict[str, Any] = field(default_factory=dict)
 
     def settings(self) -> list[Setting]:
         """Return what is compared, exact attention first."""
-        return [Setting(), *(Setting(name, n) for name in self.selectors for n in self.budgets)]
+        encoded = [Setting(codec=name) for name in self.codecs if name != "raw"]
+        selecting = [Setting(name, n) for name in self.selectors for n in self.budgets]
+        return [Setting(), *encoded, *selecting]
 
 
 def run(
@@ -71,14 +76,15 @@ def run(
             exact = found if exact is None else exact
             report["continuation"].append(row(found, exact, ids[0, options.tokens : need].cpu()))
             save(report)
-    try:
-        looked_into = layers.traces(model, ids[:, :need], options.tiers, say)
-        config = Config.from_kwargs(**options.tiers)
-        names = tuple(dict.fromkeys(("oracle", *options.selectors)))
-        report["layers"] = layers.measure(looked_into, names, options.budgets, config, say)
-    except layers.NotModelledError as error:
-        report["layers_left_out"] = str(error)
-    save(report)
+    if options.selectors or not options.codecs:
+        try:
+            looked_into = layers.traces(model, ids[:, :need], options.tiers, say)
+            config = Config.from_kwargs(**options.tiers)
+            names = tuple(dict.fromkeys(("oracle", *options.selectors)))
+            report["layers"] = layers.measure(looked_into, names, options.budgets, config, say)
+        except layers.NotModelledError as error:
+            report["layers_left_out"] = str(error)
+        save(report)
     if options.needles:
         report["needles"] = needles.run(
             model, tokenizer, options.text, options.tokens, options.needles, options.settings(),
@@ -108,4 +114,6 @@ def row(found: Forced, exact: Forced, targets: torch.Tensor) -> dict[str, Any]:
         "kv_share": found.kv_share,
         "steps": len(targets),
         "seconds": found.seconds,
+        "bytes_per_token": found.bytes_per_token,
+        **({} if found.damage is None else found.damage.worst()),
     }

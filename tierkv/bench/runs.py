@@ -87,7 +87,8 @@ class ShapeRun:
             )
         for tokens in self.contexts:
             for share in options.hot_shares:
-                self._measure(TIERKV, tokens, share)
+                for codec in options.codecs if share < 1 else ("raw",):
+                    self._measure(TIERKV, tokens, share, codec)
             if STOCK in options.baselines:
                 self._measure(STOCK, tokens, 1.0)
         if OFFLOADED in options.baselines:
@@ -96,8 +97,9 @@ class ShapeRun:
         del self.systems, systems
         memory.give_back()
 
-    def _measure(self, system: str, tokens: int, share: float) -> None:
+    def _measure(self, system: str, tokens: int, share: float, codec: str = "raw") -> None:
         of = f" {hot_label(share)}" if system == TIERKV else ""
+        of += "" if codec == "raw" else f" {codec}"
         self.what = f"{self.name} {tokens // 1024}K {system}{of}"
         memory.give_back()
         reset = memory.reset_peaks(self.options.device)
@@ -108,19 +110,19 @@ class ShapeRun:
             "tokens": tokens,
             "system": system,
             "exact": True,
-            "codec": "raw",
+            "codec": codec,
             "dtype": str(self.options.dtype).removeprefix("torch."),
             "hot_share": share,
             "kv_bytes": tokens * self.systems.geometry.token_bytes,
             "host_peak_since": "row" if reset else "process",
         }
         try:
-            row |= self.systems.measure(system, tokens, share)
+            row |= self.systems.measure(system, tokens, share, codec)
         except (SkippedError, BudgetError, torch.OutOfMemoryError) as error:
             reason = " ".join(str(error).split())[:300]
             self.report["skipped"].append(
                 {"shape": self.name, "tokens": tokens, "system": system, "hot_share": share,
-                 "reason": reason}
+                 "codec": codec, "reason": reason}
             )  # fmt: skip
             self.say(f"skipped: {reason}", 1, 1)
             return

@@ -14,10 +14,13 @@ from tierkv.bench.ceiling import Ceiling
 from tierkv.bench.options import Options
 from tierkv.bench.summary import STOCK, TIERKV
 from tierkv.bench.workload import Progress
+from tierkv.codec_names import parse_codecs
+from tierkv.codecs import CODECS
 from tierkv.errors import TierKVError
 from tierkv.hf import shapes
 from tierkv.hf.prefill import default_chunk
 from tierkv.page import Geometry
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.units import format_bytes
 
 OFFLOADED_FACTOR = 4
@@ -41,14 +44,14 @@ class Systems:
         self.limits, self.say = limits, say
         self.read_bytes = _bytes_per_step(model)
 
-    def measure(self, system: str, tokens: int, share: float) -> dict[str, Any]:
+    def measure(self, system: str, tokens: int, share: float, codec: str) -> dict[str, Any]:
         """Return what one system does with one context, with `share` of the KV hot.
 
         Raises:
             SkippedError, BudgetError, torch.OutOfMemoryError: this machine cannot.
         """
         if system == TIERKV:
-            return self._tiers(tokens, share)
+            return self._tiers(tokens, share, codec)
         return self._stock(tokens) if system == STOCK else self._offloaded(tokens)
 
     def wrap(self, **settings: Any) -> api.TieredModel:
@@ -57,7 +60,7 @@ class Systems:
         common = {"page_tokens": options.page_tokens, "prefill_chunk": options.prefill_chunk}
         return api.wrap(self.model, **{**common, **settings})
 
-    def budgets(self, tokens: int, share: float) -> dict[str, Any]:
+    def budgets(self, tokens: int, share: float, codec: str = "raw") -> dict[str, Any]:
         """Return the settings under which `share` of the KV is hot and the rest fits below.
 
         An eighth of a GPU budget at most is for staging buffers and leaves no room for pages.
@@ -71,11 +74,15 @@ class Systems:
             gpu = int(tokens * geometry.token_bytes * share)
         slack = (2 * geometry.layers + 8) * geometry.page_bytes
         down = max(kv - gpu + min(gpu // 8, 512 << 20), 0) + slack
-        cpu = down // geometry.page_bytes * geometry.frame_bytes
-        return {"gpu_budget": gpu, "cpu_budget": options.cpu_budget or cpu}
+        cpu = (
+            down
+            // geometry.page_bytes
+            * FrameFormat(geometry, CODECS[parse_codecs(codec).warm]).frame_bytes
+        )
+        return {"gpu_budget": gpu, "cpu_budget": options.cpu_budget or cpu, "codec": codec}
 
-    def _tiers(self, tokens: int, share: float) -> dict[str, Any]:
-        options, settings = self.options, self.budgets(tokens, share)
+    def _tiers(self, tokens: int, share: float, codec: str) -> dict[str, Any]:
+        options, settings = self.options, self.budgets(tokens, share, codec)
         self._need(settings["gpu_budget"], settings["cpu_budget"])
         with ExitStack() as stack:
             if options.store is not None:

@@ -106,7 +106,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def step(model: Any, cache: Any, token: torch.Tensor) -> torch.Tensor:
-    """Decode one token ``[1, 1]`` greedily; return the logits ``[1, 1, vocab]``."""
+    """Feed tokens ``[1, n]``, one to decode; return the logits ``[1, n, vocab]``."""
     logits: torch.Tensor = model(input_ids=token, **{cache_argument(model): cache}).logits
     return logits
 

@@ -65,7 +65,11 @@ class Context:
     @property
     def _root(self) -> bytes:
         if self._root_key is None:
-            self._root_key = root_key(fingerprint(self.model.hf_model), self._manager.geometry)
+            self._root_key = root_key(
+                fingerprint(self.model.hf_model),
+                self._manager.geometry,
+                codec=self._manager.tiers.stored_codec,
+            )
         return self._root_key
 
     @property
@@ -94,7 +98,7 @@ class Context:
         self._manager.warm.expect_reads()
         if kept.root != self._root.hex():
             raise ConfigError(
-                f"context {self.name!r} was saved by another model, dtype or page size "
+                f"context {self.name!r} was saved by another model, dtype, codec or page size "
                 f"({kept.model}, {kept.page_tokens} tokens a page)"
             )
         keys = kept.block_keys(ids)
@@ -153,7 +157,7 @@ class Context:
         kept = Manifest(
             root=self._root.hex(), model=type(self.model.hf_model).__name__, held=self.tokens,
             page_tokens=geometry.page_tokens, layers=geometry.layers,
-            frame_bytes=geometry.frame_bytes, created=time.time(),
+            frame_bytes=store.frame_bytes, created=time.time(),
             dtype=str(geometry.dtype).removeprefix("torch."), messages=self.messages,
         )  # fmt: skip
         written = 0

@@ -94,7 +94,9 @@ def _stored(manager: PageManager, hf_model: Any, row: Tokens, known: Blocks) -> 
     if cold is None or prefix is None or whole <= len(known):
         return known[:0]
     if prefix.root is None:
-        prefix.root = root_key(fingerprint(hf_model), manager.geometry)
+        prefix.root = root_key(
+            fingerprint(hf_model), manager.geometry, codec=manager.tiers.stored_codec
+        )
     keys = block_keys(prefix.root, row[: whole * size], size)[len(known) :]
     keys = keys[: room_above(manager, known)]
     for layer in layers:

@@ -81,7 +81,7 @@ def prepare(
         ValueError: an argument does not fit; says which and how.
         KernelsUnavailableError: the kernel cannot be compiled here.
     """
-    _check_addresses(addresses, pages, blocks)
+    _check_addresses(addresses, pages.k.device, blocks)
     count, (kv_heads, frames) = len(addresses), pages.k.shape[:2]
     if slots is None and count > frames:
         raise ValueError(f"{count} addresses, but only {frames} frames")
@@ -101,6 +101,55 @@ def prepare(
     return Launch(compiled, (blocks if count else 0, 1, 1), arguments, held)
 
 
+def prepare_frames(
+    addresses: torch.Tensor,
+    frames: torch.Tensor,
+    num_bytes: int,
+    *,
+    slots: torch.Tensor,
+    to_host: bool = False,
+    blocks: int = BLOCKS,
+) -> Launch:
+    """Check the arguments of a copy of whole frames, whatever they hold, and compile its kernel.
+
+    Args:
+        addresses: as in `prepare`.
+        frames: ``[frames, frame_bytes]`` uint8 on the device, contiguous.
+        num_bytes: of each frame that are copied, rounded up to `CHUNK`.
+        slots: ``[n]`` int32 or int64 on the device: the device frame of each page.
+        to_host: copy device frames to host frames instead.
+
+    Raises:
+        ValueError: an argument does not fit; says which and how.
+        KernelsUnavailableError: the kernel cannot be compiled here.
+    """
+    size, count = -(-num_bytes // CHUNK), len(addresses)
+    fits = frames.ndim == 2 and frames.dtype == torch.uint8 and frames.is_contiguous()
+    if not fits or frames.shape[1] % CHUNK or frames.data_ptr() % CHUNK:
+        raise ValueError(
+            f"frames must be contiguous [n, bytes] uint8 in whole chunks of {CHUNK} bytes, got "
+            f"{tuple(frames.shape)} {frames.dtype} strides {frames.stride()}"
+        )
+    if not 0 < size * CHUNK <= frames.shape[1]:
+        raise ValueError(f"{num_bytes} bytes of frames of {frames.shape[1]}")
+    _check_addresses(addresses, frames.device, blocks)
+    _check_index("slots", slots, (count,), frames.device, (torch.int32, torch.int64))
+    _check_count(count, size)
+    arguments = (
+        np.int64(addresses.data_ptr()),
+        np.int64(slots.data_ptr()),
+        np.int32(slots.itemsize),
+        np.int32(count),
+        np.int32(1),
+        *map(np.int64, (frames.data_ptr(), 0, frames.shape[1] // CHUNK)),
+        *map(np.int64, (0, 0, 0)),
+        *map(np.int32, (size, 0)),
+    )
+    name = "scatter_pages" if to_host else "gather_pages"
+    compiled = kernel("gather", name, (), frames.device, THREADS)
+    return Launch(compiled, (blocks if count else 0, 1, 1), arguments, (addresses, slots, frames))
+
+
 def prepare_fetch(
     addresses: torch.Tensor, fetches: Fetches, pages: PagedKV, *, blocks: int = BLOCKS
 ) -> Launch:
@@ -117,7 +166,7 @@ def prepare_fetch(
         ValueError: an argument does not fit; says which and how.
         KernelsUnavailableError: the kernel cannot be compiled here.
     """
-    _check_addresses(addresses, pages, blocks)
+    _check_addresses(addresses, pages.k.device, blocks)
     kv_heads, entries = pages.k.shape[0], fetches.pages.shape[1]
     for name, tensor in (("pages", fetches.pages), ("frames", fetches.frames)):
         _check_index(f"{name} of the fetches", tensor, (kv_heads, entries), pages.k.device)
@@ -133,10 +182,10 @@ def prepare_fetch(
     return Launch(compiled, (blocks, 1, 1), arguments, held)
 
 
-def _check_addresses(addresses: torch.Tensor, pages: PagedKV, blocks: int) -> None:
+def _check_addresses(addresses: torch.Tensor, device: torch.device, blocks: int) -> None:
     if addresses.ndim != 1:
         raise ValueError(f"addresses must be [n], got {tuple(addresses.shape)}")
-    _check_index("addresses", addresses, addresses.shape, pages.k.device, (torch.int64,))
+    _check_index("addresses", addresses, addresses.shape, device, (torch.int64,))
     if blocks < 1:
         raise ValueError(f"{blocks} blocks")
 
@@ -165,8 +214,10 @@ def _layout(pages: PagedKV, head_pages: int) -> tuple[Any, ...]:
         strides = (stride * tensor.itemsize // CHUNK for stride in tensor.stride()[:2])
         arguments += [np.int64(tensor.data_ptr()), *map(np.int64, strides)]
         sizes.append(tensor.shape[2] * tensor.shape[3] * tensor.itemsize // CHUNK)
-    if head_pages * sum(sizes) >= 1 << 31:
-        raise ValueError(
-            f"{head_pages} head-pages of {sum(sizes) * CHUNK} bytes are too many at once"
-        )
+    _check_count(head_pages, sum(sizes))
     return (*arguments, *map(np.int32, sizes))
+
+
+def _check_count(runs: int, chunks: int) -> None:
+    if runs * chunks >= 1 << 31:
+        raise ValueError(f"{runs} runs of {chunks * CHUNK} bytes are too many at once")

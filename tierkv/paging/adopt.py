@@ -145,7 +145,8 @@ def _promote_warm(manager: PageManager, blocks: Blocks) -> None:
                 outflow.give_homes(layer, frames)
             else:
                 directory.warm[cold, layer] = frames
-                manager.stats.cold_to_warm_bytes += len(cold) * manager.geometry.frame_bytes
+                assert manager.cold is not None
+                manager.stats.cold_to_warm_bytes += len(cold) * manager.cold.frame_bytes
         failure = failure or next(iter(failed), None)
     if failure is not None:
         raise failure

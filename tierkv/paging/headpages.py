@@ -13,7 +13,6 @@ from tierkv.paging.lookahead import Sources
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
-from tierkv.tiers.arena import split_page
 
 
 def read_head_pages(
@@ -101,6 +100,6 @@ def _copy(
         local = torch.from_numpy(frames[chunks == chunk] - start)
         count = int(local.max()) + 1
         raw = manager.warm.span(np.arange(start, start + count))
-        warm_k, warm_v = split_page(raw, manager.geometry)
+        warm_k, warm_v, local = manager.tiers.format.select(raw, local)
         k[heads, entries] = warm_k[heads, local]
         v[heads, entries] = warm_v[heads, local]

@@ -21,13 +21,16 @@ KEPT_PREFIX = b"kept/"
 Tokens = npt.NDArray[np.int64]
 
 
-def root_key(fingerprint: bytes, geometry: Geometry, salt: str = "") -> bytes:
+def root_key(
+    fingerprint: bytes, geometry: Geometry, salt: str = "", *, codec: str = "raw"
+) -> bytes:
     """Return what the keys of one model's pages begin from.
 
     fingerprint: names weights and configuration, rotary settings among them.
+    codec: how the pages are stored, as far as it changes them.
     """
-    shape = repr(geometry).encode()
-    return _digest(b"root", fingerprint, shape, salt.encode())
+    parts = [fingerprint, repr(geometry).encode(), salt.encode()]
+    return _digest(b"root", *parts, *([] if codec == "raw" else [codec.encode()]))
 
 
 def block_keys(root: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:

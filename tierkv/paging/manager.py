@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierkv.codecs import RAW, Codec
 from tierkv.errors import ClosedError, ConfigError, HotBudgetError
 from tierkv.page import Geometry
 from tierkv.paging.descent import make_room, move_down
@@ -42,6 +43,7 @@ class PageManager:
         gpu_budget, cpu_budget: bytes on the compute device and in host memory.
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
+        codec: how pages are stored below hot.
         prefix_cache: keep pages findable by their tokens after their sequences are closed.
 
     Raises:
@@ -58,6 +60,7 @@ class PageManager:
         cold: ColdStore | None,
         io_threads: int = 4,
         selective: Selective | None = None,
+        codec: Codec = RAW,
         prefix_cache: bool = False,
     ):
         self.tiers = TierSet(
@@ -68,6 +71,7 @@ class PageManager:
             cold=cold,
             io_threads=io_threads,
             selective=selective,
+            codec=codec,
         )
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
@@ -232,7 +236,7 @@ class PageManager:
     def open_sources(self, fetch: Fetch) -> Sources | None:
         """Pin a fetch's pages and start their disk reads; None when warm frames are short."""
         if fetch.settled:
-            self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.geometry.page_bytes
+            self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.tiers.format.page_bytes
             sources: Sources = fetch.settled[0]
             return sources
         layer, blocks = fetch.layer, fetch.blocks
@@ -262,10 +266,11 @@ class PageManager:
             raise
         reads = []
         if len(missing):
+            assert self.cold is not None
             keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
             reads = self.transfer.read_cold(keys, inbound)
-            self.stats.cold_to_warm_bytes += len(missing) * self.geometry.frame_bytes
-        self.stats.warm_to_hot_bytes += len(slots) * self.geometry.page_bytes
+            self.stats.cold_to_warm_bytes += len(missing) * self.cold.frame_bytes
+        self.stats.warm_to_hot_bytes += len(slots) * self.tiers.format.page_bytes
         resident = None
         if len(on_device):
             pages = self.hot.arenas[layer].pages(hot[on_device])

@@ -55,7 +55,7 @@ class Outflow:
         with self.tiers.changed:
             quota = [self.homes_free(layer) for layer in range(self.tiers.geometry.layers)]
             queued = self.tiers.warm.outbound.used
-        size, warm = self.tiers.geometry.frame_bytes, self.tiers.warm.homes.free
+        size, warm = self.tiers.warm.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
             if sum(down) > warm:
                 raise WarmBudgetError(
@@ -93,7 +93,7 @@ class Outflow:
 
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
         """
-        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.geometry.page_bytes
+        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.format.page_bytes
         frames = self.take_homes(layer, len(blocks))
         homes = len(frames)
         if homes:
@@ -132,7 +132,7 @@ class Outflow:
                 for layer, frame in zip(layers, frames, strict=True):
                     self.give_homes(layer, np.array([frame]))
             raise
-        tiers.stats.hot_to_warm_bytes += len(layers) * tiers.geometry.page_bytes
+        tiers.stats.hot_to_warm_bytes += len(layers) * tiers.format.page_bytes
         with tiers.changed:
             tiers.directory.warm[block, layers.start : layers.stop] = frames
         return frames
@@ -218,7 +218,8 @@ class Outflow:
             if error is not None:
                 self._queued = batch + self._queued
             else:
-                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.geometry.frame_bytes
+                assert self.tiers.cold is not None
+                self.tiers.stats.warm_to_cold_bytes += len(batch) * self.tiers.cold.frame_bytes
                 self.tiers.directory.cold[blocks, layers] = True
                 self.tiers.directory.warm[blocks, layers] = NOWHERE
                 pinned = {frame for frame in frames.tolist() if self._pinned[frame]}

@@ -47,6 +47,7 @@ class Placement:
         cpu_budget: int,
         has_cold: bool,
         cuda: bool,
+        frame_bytes: int | None = None,
         selective: Selective | None = None,
     ) -> Placement:
         """Divide the budgets.
@@ -56,11 +57,13 @@ class Placement:
         Staging takes at most an eighth of `gpu_budget`. With a cold tier, a quarter of the warm
         frames (at most `MAX_TRANSIT_BYTES` each way) are for pages in transit.
 
+        frame_bytes: bytes of a warm frame; by default those of a raw page.
+
         Raises:
             HotBudgetError: `gpu_budget` holds not even one frame a layer and one staging page.
             WarmBudgetError: `cpu_budget` holds too few frames to pass pages to and from disk.
         """
-        page = geometry.page_bytes
+        page, frame_bytes = geometry.page_bytes, frame_bytes or geometry.frame_bytes
         staging = _staging_pages(geometry, gpu_budget, cuda)
         total = staging_total(staging, cuda)
         selecting = _selecting(geometry, selective)
@@ -85,15 +88,15 @@ class Placement:
                 f"page each and {total} staging pages of {format_bytes(page)}: at least "
                 f"{format_bytes(need)} (raise gpu_budget or lower page_tokens)"
             )
-        warm = cpu_budget // geometry.frame_bytes
+        warm = cpu_budget // frame_bytes
         if not has_cold:
             return cls(hot, staging, total, warm, 0, 0)
         if warm < 3:
             raise WarmBudgetError(
                 f"cpu_budget is {format_bytes(cpu_budget)}; passing pages to and from the store "
-                f"needs at least {format_bytes(3 * geometry.frame_bytes)} (raise cpu_budget)"
+                f"needs at least {format_bytes(3 * frame_bytes)} (raise cpu_budget)"
             )
-        transit = max(1, min(warm // 8, MAX_TRANSIT_BYTES // geometry.frame_bytes))
+        transit = max(1, min(warm // 8, MAX_TRANSIT_BYTES // frame_bytes))
         staging = min(staging, transit)
         total = staging_total(staging, cuda)
         return cls(hot, staging, total, warm - 2 * transit, transit, transit)

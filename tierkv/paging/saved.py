@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from tierkv.errors import ColdReadError, ConfigError
-from tierkv.page import Geometry
 from tierkv.paging.adopt import adopt, promote, register
 from tierkv.paging.directory import NOWHERE
+from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
-from tierkv.tiers.arena import split_page
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.frame_format import FrameFormat
 
 BATCH_BYTES = 8 << 20
 """Bytes of one read or write."""
@@ -52,7 +53,22 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
         DiskBudgetError, ColdWriteError: what was written of this call is dropped again.
         ColdReadError: a page could not be read to be written, likewise.
     """
-    cold, written = store_of(manager), list[bytes]()
+    written = list[bytes]()
+    try:
+        if not manager.tiers.format.codec.lossless:
+            _save_encoded(manager, sequences, block_keys, written)
+        _save_rest(manager, sequences, block_keys, written)
+    except BaseException:
+        store_of(manager).drop(written)
+        raise
+    return len(written)
+
+
+def _save_rest(
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
+) -> None:
+    """Write what the store does not hold yet; add the keys to `written` as they are."""
+    cold, layout = store_of(manager), manager.tiers.format
     geometry, step = manager.geometry, manager.placement.staging_pages
     past, held = divmod(sequences.lengths[0], geometry.page_tokens)
     fetches: list[Fetch] = []
@@ -68,43 +84,55 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
             part = sealed[start : start + step]
             fetches.append(Fetch(layer, sequences.blocks[0, part]))
             keys.append([page_key(block_keys[at], layer) for at in part.tolist()])
-    buffer = aligned_buffer(step * geometry.frame_bytes) if fetches or tails else memoryview(b"")
-    try:
-        with closing(manager.lookahead.run(fetches)) as arrived:
-            for (fetch, arena), names in zip(arrived, keys, strict=True):
-                count = len(fetch.blocks)
-                k, v = arena.k_frames[:, :count], arena.v_frames[:, :count]
-                cold.put(names, _frames(buffer, geometry, k, v))
-                written += names
-        for layer in tails:
-            k, v = manager.hot.arenas[layer].pages(sequences.tails[layer, :1])
-            name = page_key(block_keys[past], layer)
-            cold.put([name], _frames(buffer, geometry, k, v, held))
-            written.append(name)
-    except BaseException:
-        cold.drop(written)
-        raise
-    return len(written)
+    buffer = aligned_buffer(step * layout.frame_bytes) if fetches or tails else memoryview(b"")
+    with closing(manager.lookahead.run(fetches)) as arrived:
+        for (fetch, arena), names in zip(arrived, keys, strict=True):
+            count = len(fetch.blocks)
+            k, v = arena.k_frames[:, :count], arena.v_frames[:, :count]
+            cold.put(names, _frames(buffer, layout, k, v))
+            written += names
+    for layer in tails:
+        k, v = manager.hot.arenas[layer].pages(sequences.tails[layer, :1])
+        name = page_key(block_keys[past], layer)
+        k, v = (pad(x[:, :, :held], (0, 0, 0, geometry.page_tokens - held)) for x in (k, v))
+        cold.put([name], _frames(buffer, layout, k, v))
+        written.append(name)
 
 
 def _frames(
-    buffer: memoryview,
-    geometry: Geometry,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    held: int | None = None,
+    buffer: memoryview, layout: FrameFormat, k: torch.Tensor, v: torch.Tensor
 ) -> list[memoryview]:
-    """Lay pages, ``[kv_heads, n, page_tokens, dim]``, out in `buffer` as they lie on disk.
-
-    held: tokens that a tail has; the others are zero.
-    """
-    count, size = k.shape[1], geometry.frame_bytes
+    """Lay pages, ``[kv_heads, n, page_tokens, dim]``, out in `buffer` as they lie on disk."""
+    count, size = k.shape[1], layout.frame_bytes
     raw = torch.frombuffer(buffer, dtype=torch.uint8)[: count * size].view(count, size)
-    for target, source in zip(split_page(raw, geometry), (k, v), strict=True):
-        target.copy_(source)
-        if held is not None:
-            target[:, :, held:] = 0
+    layout.write(k, v, raw)
     return [buffer[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _save_encoded(
+    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
+) -> None:
+    """Write sealed pages that are below hot as they were encoded, once and for all."""
+    cold, step = store_of(manager), manager.warm.inbound.capacity
+    past = sequences.lengths[0] // manager.geometry.page_tokens
+    for layer in range(manager.geometry.layers):
+        blocks = sequences.blocks[0, :past]
+        below = np.flatnonzero(manager.directory.hot[blocks, layer] == NOWHERE)
+        named = {page_key(block_keys[at], layer): at for at in below.tolist()}
+        fresh = cold.missing(list(named))
+        for start in range(0, len(fresh), step):
+            keys = fresh[start : start + step]
+            part = np.array([named[key] for key in keys], dtype=np.int64)
+            sources = open_pages(manager, Fetch(layer, blocks[part]))
+            try:
+                for read in sources.reads:
+                    read.result()
+                manager.transfer.wait_frames(sources.frames)
+                cold.put(keys, [manager.warm.payload(frame) for frame in sources.frames.tolist()])
+            finally:
+                wait(sources.reads)
+                sources.release()
+            written += keys
 
 
 def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:
@@ -156,7 +184,8 @@ def _append(
     try:
         with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
             for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):
-                k, v = (x.flatten(1, 2)[None, :, :count] for x in split_page(raw, manager.geometry))
+                pages = manager.tiers.format.pages(raw)
+                k, v = (x.flatten(1, 2)[None, :, :count] for x in pages)
                 manager.append(sequences, layer, k.to(manager.device), v.to(manager.device))
     except BaseException:
         manager.close_sequences(sequences)
@@ -168,10 +197,10 @@ def _read_ahead(
 ) -> Iterator[tuple[int, torch.Tensor, int]]:
     """Yield (layer, frames, tokens) in the order in which a prefill would append them."""
     cold, geometry = store_of(manager), manager.geometry
-    step = max(1, BATCH_BYTES // geometry.frame_bytes)
+    size = manager.warm.frame_bytes
+    step = max(1, BATCH_BYTES // size)
 
     def read(keys: list[bytes]) -> torch.Tensor:
-        size = geometry.frame_bytes
         buffer = aligned_buffer(len(keys) * size)
         cold.read_into(keys, [buffer[i * size : (i + 1) * size] for i in range(len(keys))])
         return torch.frombuffer(buffer, dtype=torch.uint8).view(len(keys), size)

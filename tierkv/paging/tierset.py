@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
 from tierkv.paging.keys import page_key
@@ -16,7 +17,9 @@ from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import HotTier
+from tierkv.tiers.packed import PackedStore
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -45,9 +48,11 @@ class TierSet:
         cold: ColdStore | None,
         io_threads: int,
         selective: Selective | None = None,
+        codec: Codec = RAW,
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
+        self.format = FrameFormat(geometry, codec, on_disk=cold is not None)
         self.stats = Stats()
         self.directory = PageDirectory(geometry.layers)
         self.changed = threading.Condition()
@@ -56,6 +61,7 @@ class TierSet:
             geometry,
             gpu_budget=gpu_budget,
             cpu_budget=cpu_budget,
+            frame_bytes=self.format.frame_bytes,
             has_cold=cold is not None,
             cuda=cuda,
             selective=selective,
@@ -70,10 +76,14 @@ class TierSet:
                 None if selective is None else SelectiveState(selective, geometry, device)
             )
             self.warm = WarmTier(
-                geometry, place.warm_homes, place.warm_inbound, place.warm_outbound, pinned=cuda
+                self.format.frame_bytes,
+                place.warm_homes,
+                place.warm_inbound,
+                place.warm_outbound,
+                pinned=cuda,
             )
             self.transfer = Transfer(
-                geometry,
+                self.format,
                 self.warm,
                 cold,
                 device,
@@ -92,19 +102,27 @@ class TierSet:
             return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
 
+    @property
+    def stored_codec(self) -> str:
+        """How pages are stored on disk, as far as another store could not read them."""
+        packed = "+zstd" if isinstance(self.cold, PackedStore) else ""
+        return self.format.codec.name + packed
+
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
-        page, frame, cold = self.geometry.page_bytes, self.geometry.frame_bytes, self.cold
+        page, frame, cold = self.geometry.page_bytes, self.format.frame_bytes, self.cold
         rows = {
             "hot": (self.hot.pages, page, self.gpu_budget),
             "warm": (self.warm.pages, frame, self.cpu_budget),
-            "cold": (0, frame, 0) if cold is None else (len(cold), frame, cold.disk_budget),
+            "cold": (0, 0, 0) if cold is None else (len(cold), cold.frame_bytes, cold.disk_budget),
         }
         tiers = {
             name: {"pages": pages, "bytes": pages * size, "budget_bytes": budget}
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
+        if isinstance(self.cold, PackedStore):
+            report["packing"] = self.cold.report()
         if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()
         return report

@@ -22,10 +22,9 @@ import numpy.typing as npt
 import torch
 
 from tierkv.kernels import build, gather
-from tierkv.kernels.decode import PagedKV
-from tierkv.page import Geometry
-from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.arena import Arena
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames, runs
 from tierkv.tiers.warm import WarmTier, page_run_keys
 
@@ -79,7 +78,7 @@ class Transfer:
 
     def __init__(
         self,
-        geometry: Geometry,
+        frame_format: FrameFormat,
         warm: WarmTier,
         cold: ColdStore | None,
         device: torch.device,
@@ -88,10 +87,10 @@ class Transfer:
         staging_buffers: int,
         io_threads: int,
     ):
-        self.geometry, self.warm, self.cold, self.device = geometry, warm, cold, device
+        self.format, self.warm, self.cold, self.device = frame_format, warm, cold, device
         self.cuda = device.type == "cuda"
         arenas = 1 if self.cuda else staging_buffers
-        self.staging = Arena.allocate(geometry, staging_pages, device, arenas)
+        self.staging = Arena.allocate(frame_format.geometry, staging_pages, device, arenas)
         self.staging_buffers = staging_buffers
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
@@ -105,10 +104,9 @@ class Transfer:
             half = -(-staging_pages // 2)  # pages go down in pieces of this size
             up, down = (staging_buffers, staging_pages), (staging_buffers, half)
             self._up_raw, self._down_raw = (
-                torch.empty((*shape, geometry.frame_bytes), dtype=torch.uint8, device=device)
+                torch.empty((*shape, warm.frame_bytes), dtype=torch.uint8, device=device)
                 for shape in (up, down)
             )
-            self._up_pages = [split_page(buffer, geometry) for buffer in self._up_raw]
             self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
@@ -154,9 +152,7 @@ class Transfer:
             return self._enqueue_up(buffer, spans, frames)
         arena = self.staging[buffer]
         for span in spans:
-            k, v = split_page(span.warm, self.geometry)
-            arena.k_frames[:, span.first : span.stop].copy_(k)
-            arena.v_frames[:, span.first : span.stop].copy_(v)
+            self.format.read(span.warm, arena, span.first)
         return None
 
     def _enqueue_up(self, buffer: int, spans: list[Span], frames: Frames) -> Any:
@@ -166,11 +162,11 @@ class Transfer:
             written = self._down.pending(self._frame_written[frames])
             if written is not None:
                 self._up.stream.wait_event(written)
+            raw = self._up_raw[buffer]
             if self._scattered(len(spans), len(frames)):
                 slots = np.concatenate([np.arange(span.first, span.stop) for span in spans])
-                self._gather(frames, self._up_pages[buffer], slots, to_host=False)
+                self._gather(frames, raw, slots, to_host=False)
             else:
-                raw = self._up_raw[buffer]
                 for span in spans:
                     raw[span.first : span.stop].copy_(span.warm, non_blocking=True)
             number, event = self._up.tick()
@@ -188,8 +184,8 @@ class Transfer:
     def open_staging(self, buffer: int, spans: list[Span], hot: Any) -> tuple[Arena, bool]:
         """Return the arena that holds a staged block, and whether the buffer is free again.
 
-        On CUDA the raw frames are laid out for attention here, behind the caller's own work, so
-        that the copy stream does nothing but copy.
+        On CUDA the frames are decoded and laid out for attention here, behind the caller's own
+        work, so that the copy stream does nothing but copy.
 
         Args:
             hot: ``(slots, k_pages, v_pages)`` of pages to add from the device, or None.
@@ -198,10 +194,8 @@ class Transfer:
             arena = self.staging[buffer]
         else:
             arena = self.staging[0]
-            k_pages, v_pages = self._up_pages[buffer]
             for first, stop in _joined(spans):
-                arena.k_frames[:, first:stop].copy_(k_pages[:, first:stop])
-                arena.v_frames[:, first:stop].copy_(v_pages[:, first:stop])
+                self.format.read(self._up_raw[buffer, first:stop], arena, first)
             self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
             slots, k, v = hot
@@ -212,16 +206,15 @@ class Transfer:
     # -- downwards -------------------------------------------------------------------------
 
     def write_down(self, k: torch.Tensor, v: torch.Tensor, frames: Frames) -> None:
-        """Copy pages from the device to warm frames, behind what made them.
+        """Encode pages on the device into warm frames, behind what made them.
 
         k, v: ``[kv_heads, n, page_tokens, dim]``; frames: ``[n]``. The sources may be reused by
         work enqueued later on the caller's stream.
         """
         if not self.cuda:
             for start, stop in runs(page_run_keys(self.warm, frames)):
-                warm_k, warm_v = split_page(self.warm.span(frames[start:stop]), self.geometry)
-                warm_k.copy_(k[:, start:stop])
-                warm_v.copy_(v[:, start:stop])
+                warm = self.warm.span(frames[start:stop])
+                self.format.write(k[:, start:stop], v[:, start:stop], warm)
             return
         step = self._down_raw.shape[1]
         for begin in range(0, len(frames), step):
@@ -234,9 +227,7 @@ class Transfer:
         if self._down_done[turn] is not None:
             compute.wait_event(self._down_done[turn])
         raw = self._down_raw[turn, : len(frames)]
-        raw_k, raw_v = split_page(raw, self.geometry)
-        raw_k.copy_(k)
-        raw_v.copy_(v)
+        self.format.write(k, v, raw)
         self._down.stream.wait_event(compute.record_event())
         with self._enqueue:
             read = self._up.pending(self._frame_read[frames])
@@ -245,7 +236,7 @@ class Transfer:
         with torch.cuda.stream(self._down.stream):
             ranges = runs(page_run_keys(self.warm, frames))
             if self._scattered(len(ranges), len(frames)):
-                self._gather(frames, (raw_k, raw_v), np.arange(len(frames)), to_host=True)
+                self._gather(frames, raw, np.arange(len(frames)), to_host=True)
             else:
                 for start, stop in ranges:
                     self.warm.span(frames[start:stop]).copy_(raw[start:stop], non_blocking=True)
@@ -305,25 +296,22 @@ class Transfer:
 
     def _scattered(self, copies: int, pages: int) -> bool:
         """Whether pages lie so far apart that our kernel moves them faster than copies."""
-        short = pages * self.geometry.frame_bytes < copies * MIN_COPY_BYTES
-        if not short or copies <= 2 or not build.available():
-            return False
-        dims, size = (self.geometry.k_dim, self.geometry.v_dim), self.geometry.dtype.itemsize
-        return not any(dim * size % gather.CHUNK for dim in dims)
+        short = pages * self.warm.frame_bytes < copies * MIN_COPY_BYTES
+        return short and copies > 2 and bool(build.available())
 
     def _gather(
         self,
         frames: Frames,
-        pages: tuple[torch.Tensor, torch.Tensor],
+        raw: torch.Tensor,
         slots: npt.NDArray[np.int64],
         *,
         to_host: bool,
     ) -> None:
-        """Copy between warm frames and device pages on the current stream, in one launch."""
+        """Copy between warm frames and frames on the device, in one launch."""
         table = np.stack([self.warm.addresses(frames), slots])
         on_device = torch.from_numpy(table).to(self.device, non_blocking=True)
-        launch = gather.prepare(on_device[0], PagedKV(*pages), slots=on_device[1], to_host=to_host)
-        launch.run()
+        size = self.format.page_bytes
+        gather.prepare_frames(on_device[0], raw, size, slots=on_device[1], to_host=to_host).run()
 
     # -- disk ------------------------------------------------------------------------------
 
@@ -337,7 +325,7 @@ class Transfer:
 
     def _read(self, keys: Sequence[bytes], frames: Frames) -> None:
         assert self.cold is not None
-        self._wait_frames(frames)
+        self.wait_frames(frames)
         self.cold.read_into(keys, [self.warm.payload(frame) for frame in frames.tolist()])
 
     def spill(self, task: Callable[[], None]) -> Future[None]:
@@ -351,10 +339,10 @@ class Transfer:
             ColdWriteError, DiskBudgetError: nothing of the batch became visible.
         """
         assert self.cold is not None
-        self._wait_frames(frames)
+        self.wait_frames(frames)
         self.cold.put(keys, [self.warm.payload(frame) for frame in frames.tolist()])
 
-    def _wait_frames(self, frames: Frames) -> None:
+    def wait_frames(self, frames: Frames) -> None:
         """Block this thread until no copy to or from the frames is pending."""
         if self.cuda:
             with self._enqueue:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tierkv.errors import WarmBudgetError
-from tierkv.page import SECTOR, Geometry
+from tierkv.page import SECTOR
 from tierkv.tiers import host_memory
 from tierkv.tiers.frames import FramePool, Frames
 from tierkv.units import format_bytes
@@ -43,11 +43,8 @@ class WarmTier:
             first use of a frame, host memory is short or cannot be pinned.
     """
 
-    def __init__(
-        self, geometry: Geometry, homes: int, inbound: int, outbound: int, *, pinned: bool
-    ):
-        self.geometry = geometry
-        self.frame_bytes = geometry.frame_bytes
+    def __init__(self, frame_bytes: int, homes: int, inbound: int, outbound: int, *, pinned: bool):
+        self.frame_bytes = frame_bytes
         self.num_frames = homes + inbound + outbound
         self.pinned = pinned
         if pinned:  # cannot be swapped out

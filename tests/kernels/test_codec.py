@@ -1,0 +1,90 @@
+"""Kernels of codecs on the CPU: the CUDA source emulated, and its arguments."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.combinations import each
+from tests.kernels import codec_cases, emulator
+from tierkv.codecs import CODECS, encoded_bytes
+from tierkv.codecs.affine import Affine
+from tierkv.kernels import codec as kernels
+from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.gather import Fetches
+from tierkv.page import Geometry
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulator.COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("the emulator needs g++ on Linux")
+    monkeypatch.setattr(kernels, "kernel", emulator.kernel)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("number", "codec"),
+    each(list(range(len(codec_cases.GEOMETRIES))), codec_cases.AFFINE),
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
+def test_emulated_kernels_give_the_bits_of_the_reference(number: int, codec: Affine) -> None:
+    geometry = codec_cases.GEOMETRIES[number]
+    for seed in range(2):
+        codec_cases.check_encode(seed, codec, geometry, CPU)
+        codec_cases.check_decode(seed, codec, geometry, CPU)
+    codec_cases.check_fetch(0, codec, geometry, CPU)
+
+
+@pytest.mark.parametrize("codec", codec_cases.AFFINE, ids=lambda codec: codec.name)
+def test_both_sides_agree_on_sizes(codec: Affine) -> None:
+    for geometry in codec_cases.GEOMETRIES:
+        layout = codec.layout(geometry)
+        assert layout.supported
+        assert layout.head_bytes * geometry.kv_heads == encoded_bytes(codec, geometry)
+        assert layout.shared_bytes <= 96 << 10, "more than the smallest GPU has"
+    odd = Geometry(1, 1, 6, 64, torch.bfloat16, 32)
+    assert not codec.layout(odd).supported
+
+
+GEOMETRY = codec_cases.GEOMETRIES[0]
+LAYOUT = CODECS["int8"].layout(GEOMETRY)  # type: ignore[attr-defined]
+PAGES = torch.zeros(2, 3, 32, 64, dtype=torch.bfloat16)
+FRAMES = torch.zeros(3, 12288, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": PAGES[:, :2]}, "V is"),
+        ({"k": PAGES.float()}, "float32"),
+        ({"k": torch.zeros(2, 3, 64, 32, dtype=torch.bfloat16).transpose(2, 3)}, "strides"),
+        ({"frames": FRAMES[:2]}, "frames must be 3"),
+        ({"frames": FRAMES[:, :8000].contiguous()}, "takes 8704 bytes"),
+        ({"frames": FRAMES.float()}, "uint8"),
+    ],
+)
+def test_wrong_pages_are_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"k": PAGES, "v": PAGES, "frames": FRAMES} | changes
+    with pytest.raises(ValueError, match=message):
+        kernels.prepare_encode(LAYOUT, **arguments)
+
+
+def test_wrong_frames_are_refused() -> None:
+    pages = PagedKV(PAGES, PAGES)
+    with pytest.raises(ValueError, match="3 frames into 2"):
+        kernels.prepare_decode(LAYOUT, FRAMES, PagedKV(PAGES[:, :2], PAGES[:, :2]))
+    with pytest.raises(ValueError, match="slots"):
+        kernels.prepare_decode(LAYOUT, FRAMES, pages, slots=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="not those of"):
+        kernels.prepare_decode(LAYOUT, FRAMES, PagedKV(PAGES, PAGES[..., :32].contiguous()))
+    addresses = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="3 heads do not fit 2"):
+        kernels.prepare_fetch(LAYOUT, addresses, Fetches.allocate(3, 2, CPU), pages)
+    with pytest.raises(ValueError, match="addresses"):
+        kernels.prepare_fetch(LAYOUT, addresses.int(), Fetches.allocate(2, 2, CPU), pages)

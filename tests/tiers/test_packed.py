@@ -1,0 +1,148 @@
+"""A store of packed pages: what goes in comes out, also what does not shrink; damage; accounts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tierkv
+from tests.models import VOCAB, tiny_model
+from tests.paging_helpers import budgets
+from tierkv.errors import ColdWriteError, ConfigError, DiskBudgetError
+from tierkv.page import Geometry
+from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.faults import BadPagesError
+from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.packed import PackedStore, open_store, slot_bytes
+
+GEOMETRY = Geometry(1, 2, 64, 60, torch.bfloat16, 64)
+LAYOUT = FrameFormat(GEOMETRY)
+
+
+def open_packed(directory: Path, disk_budget: int = 64 << 20) -> PackedStore:
+    store = open_store(
+        directory, LAYOUT, 1, threads=2, disk_budget=disk_budget, free_floor=0, durable=False
+    )
+    assert isinstance(store, PackedStore)
+    return store
+
+
+def make_frames(count: int, seed: int = 0) -> list[memoryview]:
+    """Frames of normal numbers; every third one of noise, which does not shrink."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    for index in range(count):
+        frame = aligned_buffer(LAYOUT.frame_bytes)
+        page = torch.from_numpy(rng.standard_normal(LAYOUT.page_bytes // 2)).to(torch.bfloat16)
+        used = page.view(torch.uint8).numpy()
+        if index % 3 == 2:
+            used = rng.integers(0, 256, LAYOUT.page_bytes, dtype=np.uint8)
+        frame[: LAYOUT.page_bytes] = used.tobytes()
+        frames.append(frame)
+    return frames
+
+
+def key(index: int) -> bytes:
+    return b"session/%03d" % index
+
+
+def read(store: PackedStore, keys: list[bytes]) -> list[memoryview]:
+    buffers = [aligned_buffer(LAYOUT.frame_bytes) for _ in keys]
+    store.read_into(keys, buffers)
+    return buffers
+
+
+def test_pages_come_back_and_take_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierkv.tiers.packed.BATCH_BYTES", 100_000)  # several batches
+    frames, keys = make_frames(20), [key(i) for i in range(20)]
+    assert LAYOUT.frame_bytes == 32768 and slot_bytes(32768, torch.bfloat16) == 24576
+    with open_packed(tmp_path) as store:
+        store.put(keys, frames)
+        assert [bytes(x) for x in read(store, keys)] == [bytes(x) for x in frames]
+        assert all(one in store for one in keys) and len(store) == 20 + 6
+        report = store.report()
+        assert (report["pages"], report["not_packed"]) == (20, 6)
+        assert report["ratio"] == pytest.approx(20 * 32768 / (26 * 24576))
+        assert report["pack_gb_s"] > 0 and report["unpack_gb_s"] > 0
+    with open_packed(tmp_path) as store:
+        assert [bytes(x) for x in read(store, keys[::-1])] == [bytes(x) for x in frames[::-1]]
+        assert store.drop(keys[:3]) == 3
+        assert store.drop(keys) == 17
+        assert len(store) == 0 and list(store.keys()) == []
+
+
+def test_damage_is_caught_by_the_checksum(tmp_path: Path) -> None:
+    """In a packed page, and in either half of one that is not; the others are still read."""
+    frames, keys = make_frames(6), [key(i) for i in range(6)]
+    with open_packed(tmp_path) as store:
+        store.put(keys, frames)
+        (extent,) = (tmp_path / "extents").glob("*.kv")
+        content = bytearray(extent.read_bytes())
+        for slot in (0, 2, 7):  # page 0, page 2, the rest of page 5
+            content[slot * store.frame_bytes + 50] ^= 4
+        extent.write_bytes(content)
+        buffers = [aligned_buffer(LAYOUT.frame_bytes) for _ in keys]
+        with pytest.raises(BadPagesError) as caught:
+            store.read_into(keys, buffers)
+        assert set(caught.value.faults) == {keys[0], keys[2], keys[5]}
+        assert {fault.reason for fault in caught.value.faults.values()} == {"bad_checksum"}
+        for index in (1, 3, 4):
+            assert bytes(buffers[index]) == bytes(frames[index])
+        with pytest.raises(BadPagesError, match="missing"):
+            read(store, [b"nothing"])
+
+
+def test_a_batch_is_stored_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierkv.tiers.packed.BATCH_BYTES", 100_000)
+    frames, keys = make_frames(20), [key(i) for i in range(20)]
+    with open_packed(tmp_path / "small", disk_budget=400_000) as store:
+        with pytest.raises(DiskBudgetError):
+            store.put(keys, frames)
+        assert len(store) == 0
+    with open_packed(tmp_path / "failing") as store:
+        calls, write = [], store._own.write
+
+        def failing(*args: object, **kwargs: object) -> None:
+            calls.append(args)
+            if len(calls) == 3:
+                raise OSError("no disk")
+            write(*args, **kwargs)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store._own, "write", failing)
+        with pytest.raises(ColdWriteError, match="no disk"):
+            store.put(keys, frames)
+        assert len(calls) == 3 and len(store) == 0
+
+
+def test_pages_of_one_sector_are_not_packed(tmp_path: Path) -> None:
+    small = FrameFormat(Geometry(1, 1, 8, 8, torch.bfloat16, 16))
+    with open_store(tmp_path, small, 1, threads=1, disk_budget=1 << 20, free_floor=0) as store:
+        assert type(store) is ColdStore and store.frame_bytes == small.frame_bytes
+
+
+def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
+    """All three tiers, packed on disk; the report says what it gained; a context resumes."""
+    model = tiny_model("llama")
+    ids = torch.randint(3, VOCAB, (1, 900), generator=torch.Generator().manual_seed(0))
+    settings = budgets("cold", model, tmp_path, page_tokens=128, rows=1) | {"prefill_chunk": 300}
+    ask = {"max_new_tokens": 8, "do_sample": False}
+    want = model.generate(ids, **ask)[0, 900:].tolist()
+    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped:
+        assert wrapped.generate(ids, **ask)[0, 900:].tolist() == want
+        with wrapped.open("book") as context:
+            context.append(ids)
+            context.save()
+        stats = wrapped.stats()
+    assert stats["moved_bytes"]["cold_to_warm"] > 0
+    assert stats["packing"]["pages"] > 0 and stats["packing"]["unpack_gb_s"] > 0
+    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped, wrapped.open("book") as book:
+        assert book.restored_tokens == 900
+        assert book.generate(**ask)[0].tolist() == want
+    with tierkv.wrap(model, **settings) as wrapped, pytest.raises(ConfigError, match="codec"):
+        wrapped.open("book")

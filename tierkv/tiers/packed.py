@@ -1,0 +1,230 @@
+"""A cold store whose pages are packed losslessly, each in a slot smaller than its frame.
+
+A page that does not shrink so far is kept as it is, in two slots: one under its key, the rest under
+the key with `REST` before it. Checksums are over what is on disk, so damage shows before anything
+is unpacked. Packing runs on threads of its own, unpacking on the threads that read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
+from tierkv.page import SECTOR
+from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.faults import BadPagesError, Fault
+from tierkv.tiers.frame_format import FrameFormat
+from tierkv.units import round_up
+
+REST = b"rest/"
+BATCH_BYTES = 16 << 20
+"""Bytes of packed pages that one write or read holds beside the frames."""
+
+
+SHARES = {torch.bfloat16: 12 / 16, torch.float32: 14 / 16, torch.float16: 15 / 16}
+"""Size of a slot over that of a frame, a little more than what pages of each type shrink to."""
+
+
+def slot_bytes(frame_bytes: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a slot for frames of a size; the same for frames that cannot shrink."""
+    return round_up(int(frame_bytes * SHARES[dtype]), SECTOR)
+
+
+class PackedStore(ColdStore):
+    """`ColdStore` for frames of `page_frame_bytes`; takes and gives whole frames.
+
+    Args:
+        page_frame_bytes: bytes of a frame outside the store, more than a slot takes.
+        page_bytes: bytes of it that are page; the rest is neither kept nor given back.
+        dtype: of the elements.
+        level: of zstd.
+        threads: that pack.
+
+    `room` counts slots: a page that does not shrink takes two.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        page_frame_bytes: int,
+        page_bytes: int,
+        dtype: torch.dtype,
+        level: int = LEVEL,
+        threads: int = 4,
+        **limits: Any,
+    ) -> None:
+        self.page_frame_bytes, self.page_bytes = page_frame_bytes, page_bytes
+        self._lossless = lambda: Lossless(dtype.itemsize, level)
+        self._own_tools, self._adding = threading.local(), threading.Lock()
+        self._sums = dict.fromkeys(("packed", "not_packed", "pack_ns", "unpack_ns", "unpacked"), 0)
+        self._pool = ThreadPoolExecutor(threads, "tierkv-pack")
+        super().__init__(directory, frame_bytes=slot_bytes(page_frame_bytes, dtype), **limits)
+        # What is left of pages that were dropped by someone who does not know of packing.
+        lost = [key for key in self.keys(REST) if key.removeprefix(REST) not in self]
+        super().drop(lost)
+
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+        """Pack and store all pages or none; see `ColdStore.put`."""
+        step, done = max(1, BATCH_BYTES // self.frame_bytes), list[bytes]()
+        try:
+            for at in range(0, len(keys), step):
+                self._put_packed(keys[at : at + step], payloads[at : at + step])
+                done += keys[at : at + step]
+        except BaseException:
+            if done:
+                self.drop(done)
+            raise
+
+    def _put_packed(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
+        slots = self._slots(len(keys))
+        pages = [np.frombuffer(payload, np.uint8)[: self.page_bytes] for payload in payloads]
+        whole = list(self._pool.map(self._pack, pages, map(_bytes, slots)))
+        rest_keys, rest_slots = list[bytes](), self._slots(whole.count(False))
+        for key, page, slot, fits in zip(keys, pages, slots, whole, strict=True):
+            if not fits:
+                rest = rest_slots[len(rest_keys)]
+                split = self.frame_bytes - LENGTH.size
+                _bytes(slot)[LENGTH.size :] = page[:split]  # the length before it stays 0
+                _bytes(rest)[: self.page_bytes - split] = page[split:]
+                rest_keys.append(REST + key)
+        super().put([*keys, *rest_keys], [*slots, *rest_slots])
+
+    def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        """Read and unpack pages; see `ColdStore.read_into`."""
+        step, faults = max(1, BATCH_BYTES // self.frame_bytes), dict[bytes, Fault]()
+        for at in range(0, len(keys), step):
+            faults |= self._read_packed(keys[at : at + step], buffers[at : at + step])
+        if faults:
+            raise BadPagesError(faults, len(keys))
+
+    def _read_packed(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> dict[bytes, Fault]:
+        slots = dict(zip(keys, self._slots(len(keys)), strict=True))
+        faults = self._read(slots)
+        whole = [key for key, slot in slots.items() if key not in faults and not _length(slot)]
+        rests = dict(zip([REST + key for key in whole], self._slots(len(whole)), strict=True))
+        lost = self._read(rests)
+        faults |= {key: lost[REST + key] for key in whole if REST + key in lost}
+        for key, buffer in zip(keys, buffers, strict=True):
+            if key not in faults:
+                page = np.frombuffer(buffer, np.uint8)[: self.page_bytes]
+                fault = self._unpack(slots[key], rests.get(REST + key), page)
+                faults |= {} if fault is None else {key: fault}
+        return faults
+
+    def _read(self, slots: Mapping[bytes, memoryview]) -> dict[bytes, Fault]:
+        try:
+            super().read_into(list(slots), list(slots.values()))
+        except BadPagesError as error:
+            return error.faults
+        return {}
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Remove pages; see `ColdStore.drop`."""
+        removed = super().drop(keys)
+        super().drop([REST + key for key in keys])
+        return removed
+
+    def report(self) -> dict[str, Any]:
+        """Return how many pages shrank, and gigabytes of pages per second and thread."""
+        with self._adding:
+            sums = dict(self._sums)
+        size, pages = self.page_bytes, sums["packed"] + sums["not_packed"]
+        slots = pages + sums["not_packed"]
+        return {
+            "pages": pages,
+            "not_packed": sums["not_packed"],
+            "ratio": pages * self.page_frame_bytes / (slots * self.frame_bytes) if slots else None,
+            "pack_gb_s": pages * size / sums["pack_ns"] if pages else None,
+            "unpack_gb_s": sums["unpacked"] * size / sums["unpack_ns"]
+            if sums["unpacked"]
+            else None,
+        }
+
+    def close(self) -> None:
+        """See `ColdStore.close`."""
+        self._pool.shutdown(wait=True)
+        super().close()
+
+    def _slots(self, count: int) -> list[memoryview]:
+        memory = aligned_buffer(max(count, 1) * self.frame_bytes)
+        edges = range(0, (count + 1) * self.frame_bytes, self.frame_bytes)
+        return [memory[start:stop] for start, stop in pairwise(edges)]
+
+    def _tool(self) -> Lossless:
+        if not hasattr(self._own_tools, "lossless"):
+            self._own_tools.lossless = self._lossless()
+        tool: Lossless = self._own_tools.lossless
+        return tool
+
+    def _pack(self, page: Bytes, slot: Bytes) -> bool:
+        start = time.perf_counter_ns()
+        fits = self._tool().pack(page, slot) > 0
+        self._add(pack_ns=time.perf_counter_ns() - start, packed=fits, not_packed=not fits)
+        return fits
+
+    def _unpack(self, slot: memoryview, rest: memoryview | None, page: Bytes) -> Fault | None:
+        start = time.perf_counter_ns()
+        if rest is not None:
+            split = self.frame_bytes - LENGTH.size
+            page[:split] = _bytes(slot)[LENGTH.size :]
+            page[split:] = _bytes(rest)[: self.page_bytes - split]
+            return None
+        try:
+            self._tool().unpack(_bytes(slot), page)
+        except ValueError as error:
+            return Fault("bad_header", str(error))
+        self._add(unpack_ns=time.perf_counter_ns() - start, unpacked=1)
+        return None
+
+    def _add(self, **amounts: int) -> None:
+        with self._adding:
+            for name, amount in amounts.items():
+                self._sums[name] += int(amount)
+
+
+def _bytes(slot: memoryview) -> Bytes:
+    return np.frombuffer(slot, np.uint8)
+
+
+def _length(slot: memoryview) -> int:
+    (length,) = LENGTH.unpack_from(slot)
+    return int(length)
+
+
+def open_store(
+    directory: str | Path, layout: FrameFormat, level: int | None, *, threads: int, **limits: Any
+) -> ColdStore:
+    """Open a store for frames of a format, packed at a level of zstd or, if that is None, not.
+
+    Pages of one sector cannot take less, and are not packed.
+    """
+    size = layout.frame_bytes
+    if not _shrinks(layout, level):
+        return ColdStore(directory, frame_bytes=size, **limits)
+    return PackedStore(
+        directory, page_frame_bytes=size, page_bytes=layout.page_bytes,
+        dtype=layout.geometry.dtype, level=level or LEVEL, threads=threads, **limits,
+    )  # fmt: skip
+
+
+def stored_codec(layout: FrameFormat, level: int | None) -> str:
+    """Return how pages are stored on disk, as far as another store could not read them."""
+    return layout.codec.name + ("+zstd" if _shrinks(layout, level) else "")
+
+
+def _shrinks(layout: FrameFormat, level: int | None) -> bool:
+    size = layout.frame_bytes
+    return level is not None and slot_bytes(size, layout.geometry.dtype) < size

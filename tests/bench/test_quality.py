@@ -226,9 +226,15 @@ def test_what_layers_recover_and_move() -> None:
     assert small[0]["moved_bytes"] > table["cuboid", 32]["moved_bytes"], "a smaller reuse cache"
 
 
-def test_layers_that_are_not_modelled_say_so() -> None:
-    with pytest.raises(layers.NotModelledError, match="soft cap or sink"):
-        layers.traces(tiny_model("gpt_oss"), ids_of(100), TIERS, quiet)
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gpt_oss", "soft cap or sink"), ("gemma2", "soft cap or sink"),
+     ("mistral-sliding", "no layer has full attention")],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:MistralForCausalLM has no full-attention layer")
+def test_layers_that_are_not_modelled_say_so(name: str, reason: str) -> None:
+    with pytest.raises(layers.NotModelledError, match=reason):
+        layers.traces(tiny_model(name), ids_of(100), TIERS, quiet)
 
 
 def test_picture(tmp_path: Path) -> None:

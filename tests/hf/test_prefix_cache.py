@@ -188,6 +188,11 @@ def test_kept_pages_give_way_to_new_ones(tmp_path: Path) -> None:
             blocks = prefix.tree.match(ids[0, :144].numpy()).blocks
             assert len(blocks) == 9
             assert (directory.hot[blocks] >= 0).all(), "old pages kept the new ones out of hot"
+        again = prompts[2]  # it had to leave hot for the last one, and comes back
+        assert wrapped.generate(again, **NEW).tolist() == plain("llama", again)
+        assert wrapped.stats()["prefix"]["reused_pages"]["warm"] > 0
+        blocks = prefix.tree.match(again[0, :144].numpy()).blocks
+        assert (directory.hot[blocks] >= 0).all(), "pages that nobody uses stayed hot instead"
         stats = wrapped.stats()
         assert stats["pages_demoted"] > 0
         assert 0 < stats["prefix"]["evicted_pages"] < 4 * 10

@@ -16,6 +16,7 @@ import torch
 
 from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
+from tierkv.paging.adopt import adopt, promote
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.edit import crop, fork, remap
 from tierkv.paging.lookahead import Ticket
@@ -263,6 +264,19 @@ class Batch:
         twin = fork(self.manager, self.sequences)
         generator = torch.Generator().manual_seed(seed)
         return Batch(self.manager, twin, list(self.keys), list(self.values), generator)
+
+    def begin(self, rows: list[int], length: int, seed: int, *, up: bool) -> Batch:
+        """Return a batch that begins with `length` tokens, all sealed, of some of the rows."""
+        pages, tokens = divmod(length, TOKENS)
+        table = self.sequences.blocks[rows, :pages]
+        partial = self.sequences.blocks[rows, pages] if tokens else table[:, 0]
+        new = Batch.new(self.manager, len(rows), seed)
+        adopt(self.manager, new.sequences, table, partial, tokens)
+        new.keys = [keys[rows][:, :, :length] for keys in self.keys]
+        new.values = [values[rows][:, :, :length] for values in self.values]
+        if up:
+            promote(self.manager, np.unique(table))
+        return new
 
     def crop(self, length: int) -> None:
         crop(self.manager, self.sequences, length)

@@ -191,6 +191,26 @@ class PageManagerMachine(RuleBasedStateMachine):
         else:
             self.batches[-1].check()
 
+    @precondition(lambda self: 0 < len(self.batches) < MAX_OPEN)
+    @rule(data=st.data(), up=st.booleans())
+    def begin(self, data: st.DataObject, up: bool) -> None:
+        """Sequences that begin with known pages, brought up where there is room."""
+        batch = self.pick(data)
+        sealed = batch.length // TOKENS * TOKENS
+        if not sealed:
+            return
+        length = data.draw(st.integers(1, sealed), "length")
+        row = st.integers(0, batch.batch - 1)
+        rows = data.draw(st.lists(row, min_size=1, max_size=3), "rows")
+        self.made += 1
+        try:
+            self.batches.append(batch.begin(rows, length, self.made, up=up))
+        except BudgetError:
+            batch.check()
+        else:
+            self.batches[-1].check()
+            batch.check()
+
     @precondition(lambda self: self.batches)
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:

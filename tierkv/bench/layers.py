@@ -48,8 +48,8 @@ def traces(model: Any, ids: torch.Tensor, tiers: dict[str, Any], say: Progress) 
     tiers: settings of `tierkv.wrap`.
 
     Raises:
-        NotModelledError: attention is more than a softmax, or keys and values would fill host
-            memory.
+        NotModelledError: no layer is tiered, attention is more than a softmax, or keys and values
+            would fill host memory.
     """
     parts: dict[int, list[list[torch.Tensor]]] = {}
     scales: dict[int, float] = {}
@@ -65,9 +65,11 @@ def traces(model: Any, ids: torch.Tensor, tiers: dict[str, Any], say: Progress) 
         parts.setdefault(layer, []).append(shown)
 
     with api.wrap(model, **{**tiers, "attention": "exact"}) as wrapped:
+        if wrapped.manager is None:
+            raise NotModelledError("no layer has full attention")
         tier_cache, total = wrapped.cache(), ids.shape[1]
         tiered = list(tier_cache.tiered)
-        size = total * tier_cache.live_manager().geometry.token_bytes
+        size = total * wrapped.manager.geometry.token_bytes
         if size > KEPT_SHARE * memory.available_host_bytes():
             raise NotModelledError(f"{format_bytes(size)} of keys and values would fill the host")
         with watched(seen):

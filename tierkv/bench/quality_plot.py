@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, PercentFormatter, ScalarFormatter
 
+from tierkv.config import SELECTORS
+
 PANELS = (
     ("continuation", "perplexity_ratio", "perplexity / exact"),
     ("continuation", "kl", "KL(exact || selective), nats"),
@@ -71,8 +73,13 @@ def _lines(
 ) -> None:
     """Draw a line per selector, and exact attention as a level."""
     for name in dict.fromkeys(row["selector"] for row in rows if row["selector"]):
-        points = sorted((x(row), row[column]) for row in rows if row["selector"] == name)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        own = sorted(
+            (row for row in rows if row["selector"] == name), key=lambda row: row["token_budget"]
+        )
+        color = f"C{SELECTORS.index(name)}"  # the same in all panels
+        axes.plot(
+            [x(row) for row in own], [row[column] for row in own], color, marker="o", label=name
+        )
     for row in rows:
         if row["selector"] is None:
             axes.axhline(row[column], color="#777777", linestyle="--", linewidth=1, label="exact")

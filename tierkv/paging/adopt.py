@@ -79,7 +79,8 @@ def room_above(manager: PageManager, blocks: Blocks) -> int:
 def promote(manager: PageManager, blocks: Blocks) -> None:
     """Bring pages up into frames that are free: the first blocks hot, the next ones warm.
 
-    blocks: ``[n]``, different ones. Reads run ahead; nobody else's page has to move.
+    blocks: ``[n]``, different ones. Reads run ahead. Of others' pages only those move that nobody
+    uses and the prefix cache keeps.
 
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
@@ -87,6 +88,9 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
     every = range(manager.geometry.layers)
     below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
     room = min(manager.hot.homes_free(layer) for layer in every)
+    if manager.prefix is not None and (short := int(below.sum()) - room) > 0:
+        manager.prefix.leave_hot(short)
+        room = min(manager.hot.homes_free(layer) for layer in every)
     _promote_hot(manager, blocks[below][:room])
     if manager.cold is not None:
         _promote_warm(manager, blocks[below][room:])

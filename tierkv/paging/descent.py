@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tierkv.errors import BudgetError
 from tierkv.paging.directory import NOWHERE, Blocks
 
@@ -54,6 +56,7 @@ def move_down(manager: PageManager, layer: int, blocks: Blocks) -> None:
         return
     manager.lookahead.cancel()
     frames = manager.directory.hot[blocks, layer]
+    blocks, frames = blocks[np.argsort(frames)], np.sort(frames)  # runs are read without a gather
     lasting = ~manager.directory.cold[blocks, layer]
     if lasting.any():
         k, v = manager.hot.arenas[layer].pages(frames[lasting])

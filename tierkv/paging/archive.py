@@ -19,6 +19,7 @@ from tierkv.paging.manifest import Manifest
 from tierkv.tiers.chunks import ChunkWriter, read_chunks
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.packed import REST
 
 BATCH_BYTES = 8 << 20
 """Bytes of pages read or written at once."""
@@ -30,11 +31,17 @@ def export_context(cold: ColdStore, name: str, path: Path, *, force: bool = Fals
     cold: opened with the frame size of the context's pages.
 
     Raises:
-        ConfigError: there is no such context, the file exists (`force` replaces it), or it cannot
-            be written.
+        ConfigError: there is no such context, the file exists (`force` replaces it), it cannot be
+            written, or a page of a packed store is in two slots.
         ColdReadError: a page is missing or damaged.
     """
     kept, ids = manifest.find(cold, name)
+    rests = [REST + key for key in kept.page_keys(ids)]
+    if len(cold.missing(rests)) < len(rests):
+        raise ConfigError(
+            f"context {name!r} has pages that did not shrink (codec raw+zstd) and cannot be "
+            f"exported; save it with codec: raw"
+        )
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; --force replaces it")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")

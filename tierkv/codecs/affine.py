@@ -87,7 +87,7 @@ class Section:
         # Adding 0 turns -0 into 0: which of the two a minimum finds first is not defined.
         high = self.grouped(most).amax((-3, -1), keepdim=True) + 0.0
         low = self.grouped(least).amin((-3, -1), keepdim=True) + 0.0
-        scale = round_scale((high - low) / (2**self.bits - 1))
+        scale = round_scale(divide(high - low, 2**self.bits - 1))
         bad = ~((low >= -LIMIT) & (high <= LIMIT))
         return scale.masked_fill(bad, torch.nan), low.masked_fill(bad, 0.0)
 
@@ -198,6 +198,11 @@ class Affine:
         """See `Codec`."""
         keys, values = self.sections(geometry)
         return keys.error_bound(k), values.error_bound(v)
+
+
+def divide(x: torch.Tensor, number: float) -> torch.Tensor:
+    """Divide, rounding as IEEE says on every device: by a Python number CUDA multiplies instead."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def round_scale(scale: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tierkv.codecs.affine import LIMIT, get, put, round_scale
+from tierkv.codecs.affine import LIMIT, divide, get, put, round_scale
 from tierkv.codecs.base import CHUNK, head_pages
 from tierkv.page import Geometry
 from tierkv.units import round_up
@@ -81,7 +81,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     With the eight bits of a bfloat16, so that a code times it is exact.
     """
     largest = x.float().abs().amax((-2, -1), keepdim=True)
-    scale = round_scale(largest / LARGEST).float()
+    scale = round_scale(divide(largest, LARGEST)).float()
     return torch.where(largest <= LIMIT, scale, torch.nan)
 
 

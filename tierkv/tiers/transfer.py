@@ -259,7 +259,8 @@ class Transfer:
     def capture(self, work: Callable[[], torch.Tensor], warmups: int) -> tuple[Any, torch.Tensor]:
         """Run work a few times, then capture it as a CUDA graph on the caller's device.
 
-        Returns the graph and the tensor that each replay leaves the result in.
+        Returns the graph and the tensor that each replay leaves the result in. Meanwhile other
+        threads may pin memory, read and write: what they do is not captured.
         """
         caller, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         side.wait_stream(caller)
@@ -268,7 +269,7 @@ class Transfer:
                 work()
         caller.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = work()
         return graph, result
 

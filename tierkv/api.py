@@ -30,9 +30,7 @@ from tierkv.hf.generation import (
     setting,
 )
 from tierkv.hf.geometry import model_geometry
-from tierkv.hf.graph import DecodeGraph
-from tierkv.kernels import decode
-from tierkv.kernels.build import available
+from tierkv.hf.graph import decode_graph
 from tierkv.page import Geometry
 from tierkv.paging import manifest
 from tierkv.paging.manager import PageManager
@@ -111,6 +109,7 @@ class TieredModel:
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
                 codec=codec,
+                salt=config.salt,
                 prefix_cache=config.prefix_cache,
             )
         except BaseException:
@@ -249,7 +248,10 @@ class TieredModel:
             if layout is not None:
                 input_ids, mask = layout.ids, layout.mask
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
-            graph = self._graph(input_ids, mask, tier_cache, kwargs)
+            rows = len(input_ids) * copies_of(self.hf_model, kwargs)
+            graph = None
+            if rows == 1 and bool(mask.all()):
+                graph = decode_graph(self.hf_model, tier_cache, self.config, input_ids.shape[1])
             replays = nullcontext() if graph is None else replayed(self.hf_model, graph)
             with only_new_tokens(self.hf_model, tier_cache), replays:
                 output = self.hf_model.generate(
@@ -262,43 +264,6 @@ class TieredModel:
         if self.config.prefix_cache and (setting(self.hf_model, kwargs, "num_beams") or 1) == 1:
             reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
         return output if layout is None else layout.restored(output)
-
-    def _graph(
-        self,
-        input_ids: torch.Tensor,
-        mask: torch.Tensor,
-        tier_cache: TierCache,
-        kwargs: dict[str, Any],
-    ) -> DecodeGraph | None:
-        """Return the decode step of a cache as a CUDA graph, if generation can use one."""
-        wanted = self.config.cuda_graph
-        if wanted is None:
-            wanted = self.config.attention == "selective"
-        if not wanted or self.manager is None or input_ids.device.type != "cuda":
-            return None
-        if (
-            not available()
-            or self._latents
-            or not decode.supports(
-                self.manager.geometry, self._text_config.num_attention_heads, self.manager.device
-            )
-        ):
-            return None
-        if (
-            len(input_ids) * copies_of(self.hf_model, kwargs) > 1
-            or not bool(mask.all())
-            or tier_cache.tiered_in_part
-        ):
-            return None
-        if tier_cache.graph is None:
-            limit = self._text_config.max_position_embeddings
-            most = max(self.config.max_context or limit, input_ids.shape[1])
-            tier_cache.graph = DecodeGraph(
-                self.hf_model, tier_cache, most,
-                look_ahead=self.config.look_ahead, compiled=self.config.compile,
-            )  # fmt: skip
-        graph: DecodeGraph = tier_cache.graph
-        return graph
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
         config = kwargs.get("generation_config")

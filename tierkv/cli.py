@@ -57,6 +57,7 @@ _HELP = {
     "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
     "compile": ("", "run the model's layers through torch.compile in replayed steps"),
+    "salt": ("TEXT", "pages saved under one text are not found under another"),
     "prefix_cache": ("", "begin new requests with pages of finished ones"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),

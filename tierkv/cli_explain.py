@@ -66,7 +66,7 @@ def _prompt(hf_model: Any, tokenizer: Any, text: str, settings: Settings) -> Pro
         codecs = settings.tiers.codecs
         layout = FrameFormat(geometry, CODECS[codecs.warm])
         codec = stored_codec(layout, codecs.zstd_level)
-        root = root_key(fingerprint(hf_model), geometry, codec=codec)
+        root = root_key(fingerprint(hf_model), geometry, settings.tiers.salt, codec=codec)
     finally:
         detach(hf_model, former)
 

@@ -74,6 +74,7 @@ class Config:
         token_budget: tokens that a KV head chooses at most, sinks and recent ones left out.
         mass: stop choosing at this share of the estimated attention; None fills the budget.
         sink_tokens, recent_tokens: first and last tokens, which are always read.
+        salt: pages saved under one text are not found under another, nor by the prefix cache.
         dense_layers: first tiered layers, which stay exact.
         on_cold_miss: ``wait`` for chosen pages that are on disk, or ``skip`` them: leave them out
             of the step and count them.
@@ -119,6 +120,7 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     codec: str = "raw"
+    salt: str = ""
     cuda_graph: bool | None = None
     look_ahead: int = 0
     compile: bool = False
@@ -156,6 +158,8 @@ class Config:
         object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
+        if not isinstance(self.salt, str):
+            raise ConfigError(f"salt must be a text, got {self.salt!r}")
         for name in ("compile", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")

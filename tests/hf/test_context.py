@@ -286,6 +286,22 @@ def test_fingerprints_tell_weights_apart() -> None:
     assert fingerprint(first) != fingerprint(second)
 
 
+def test_a_salt_keeps_contexts_apart(tmp_path: Path) -> None:
+    """Pages saved under another salt are neither restored nor begun with, and stay as they are."""
+    ids = prompt("single")[0][:, :100]
+    store = {"store": str(tmp_path), "disk_budget": "64MiB", "disk_floor": 0}
+    with tierkv.wrap(model("llama"), salt="one", **store) as wrapped, wrapped.open("book") as book:
+        book.append(ids)
+        book.save()
+    with tierkv.wrap(model("llama"), salt="two", prefix_cache=True, **store) as wrapped:
+        with pytest.raises(ConfigError, match="another model"):
+            wrapped.open("book")
+        wrapped.generate(ids, max_new_tokens=2, do_sample=False)
+        assert wrapped.stats()["prefix"]["reused_tokens"] == 0
+    with tierkv.wrap(model("llama"), salt="one", **store) as wrapped, wrapped.open("book") as book:
+        assert book.tokens == 100
+
+
 def test_command_line(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

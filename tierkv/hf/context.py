@@ -18,9 +18,8 @@ from tierkv.errors import (
 )
 from tierkv.hf import breakeven
 from tierkv.hf.cache import TierCache
-from tierkv.hf.fingerprint import fingerprint
+from tierkv.hf.fingerprint import model_root
 from tierkv.paging import inventory, manifest, saved
-from tierkv.paging.keys import root_key
 from tierkv.paging.manifest import Manifest
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.cold import ColdStore
@@ -65,11 +64,7 @@ class Context:
     @property
     def _root(self) -> bytes:
         if self._root_key is None:
-            self._root_key = root_key(
-                fingerprint(self.model.hf_model),
-                self._manager.geometry,
-                codec=self._manager.tiers.stored_codec,
-            )
+            self._root_key = model_root(self.model.hf_model, self._manager)
         return self._root_key
 
     @property
@@ -98,7 +93,7 @@ class Context:
         self._manager.warm.expect_reads()
         if kept.root != self._root.hex():
             raise ConfigError(
-                f"context {self.name!r} was saved by another model, dtype, codec or page size "
+                f"context {self.name!r} was saved by another model, dtype, salt, codec or page size "
                 f"({kept.model}, {kept.page_tokens} tokens a page)"
             )
         keys = kept.block_keys(ids)

@@ -8,10 +8,20 @@ from typing import Any
 
 import torch
 
+from tierkv.paging.keys import root_key
+from tierkv.paging.manager import PageManager
+
 SAMPLES = 1024
 """Elements read of each weight: a fine-tuned or merged model differs in almost all of them."""
 VOLATILE = ("_name_or_path", "transformers_version", "_attn_implementation", "torch_dtype")
 """Configuration that says where a model came from, not what it computes."""
+
+
+def model_root(hf_model: Any, manager: PageManager) -> bytes:
+    """Return what the keys of a wrapped model's pages begin from."""
+    tiers = manager.tiers
+    name = fingerprint(hf_model)
+    return root_key(name, manager.geometry, tiers.salt, codec=tiers.stored_codec)
 
 
 @torch.no_grad()

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from tierkv.attention.captured import CapturedLookups
+from tierkv.config import Config
 from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
 from tierkv.hf.step import running
 from tierkv.hf.upcoming import Upcoming
+from tierkv.kernels import decode
+from tierkv.kernels.build import available
 
 WARMUPS = 2
 """Eager runs of a step before it is captured: libraries set themselves up."""
@@ -120,3 +123,29 @@ class DecodeGraph:
             )
         logits: torch.Tensor = self.output.logits
         return logits
+
+
+def decode_graph(
+    hf_model: Any, tier_cache: TierCache, config: Config, tokens: int
+) -> DecodeGraph | None:
+    """Return the decode step of a cache as a CUDA graph, if it is wanted and can be one.
+
+    The cache holds one sequence without padding, of `tokens` tokens, and keeps the graph.
+    """
+    wanted, manager = config.cuda_graph, tier_cache.manager
+    if wanted is None:
+        wanted = config.attention == "selective"
+    if not wanted or manager is None or manager.device.type != "cuda" or tier_cache.tiered_in_part:
+        return None
+    text, device = hf_model.config.get_text_config(decoder=True), manager.device
+    latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
+    heads = text.num_attention_heads
+    if latents or not available() or not decode.supports(manager.geometry, heads, device):
+        return None
+    if tier_cache.graph is None:
+        most = max(config.max_context or text.max_position_embeddings, tokens)
+        tier_cache.graph = DecodeGraph(
+            hf_model, tier_cache, most, look_ahead=config.look_ahead, compiled=config.compile
+        )
+    graph: DecodeGraph = tier_cache.graph
+    return graph

@@ -10,10 +10,10 @@ import torch
 
 from tierkv.errors import ColdReadError
 from tierkv.hf.cache import TierCache
-from tierkv.hf.fingerprint import fingerprint
+from tierkv.hf.fingerprint import model_root
 from tierkv.paging.adopt import adopt, promote, register, room_above
 from tierkv.paging.directory import Blocks
-from tierkv.paging.keys import Tokens, block_keys, page_key, root_key
+from tierkv.paging.keys import Tokens, block_keys, page_key
 from tierkv.paging.manager import PageManager
 
 
@@ -94,9 +94,7 @@ def _stored(manager: PageManager, hf_model: Any, row: Tokens, known: Blocks) -> 
     if cold is None or prefix is None or whole <= len(known):
         return known[:0]
     if prefix.root is None:
-        prefix.root = root_key(
-            fingerprint(hf_model), manager.geometry, codec=manager.tiers.stored_codec
-        )
+        prefix.root = model_root(hf_model, manager)
     keys = block_keys(prefix.root, row[: whole * size], size)[len(known) :]
     keys = keys[: room_above(manager, known)]
     for layer in layers:

@@ -44,6 +44,7 @@ class PageManager:
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
         codec: how pages are stored below hot.
+        salt: part of the keys of pages that are kept.
         prefix_cache: keep pages findable by their tokens after their sequences are closed.
 
     Raises:
@@ -61,6 +62,7 @@ class PageManager:
         io_threads: int = 4,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        salt: str = "",
         prefix_cache: bool = False,
     ):
         self.tiers = TierSet(
@@ -72,6 +74,7 @@ class PageManager:
             io_threads=io_threads,
             selective=selective,
             codec=codec,
+            salt=salt,
         )
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory

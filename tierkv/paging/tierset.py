@@ -49,9 +49,11 @@ class TierSet:
         io_threads: int,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        salt: str = "",
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
+        self.salt = salt
         self.format = FrameFormat(geometry, codec, on_disk=cold is not None)
         self.stats = Stats()
         self.directory = PageDirectory(geometry.layers)

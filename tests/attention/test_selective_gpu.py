@@ -152,7 +152,7 @@ def test_generate_replays_or_says_why_not(tmp_path: Path, monkeypatch: pytest.Mo
             graph = None if capture is None else DecodeGraph(model("llama"), tier_cache, 400)
             if capture is not None:
                 monkeypatch.setattr(Transfer, "capture", capture)
-            monkeypatch.setattr(wrapped, "_graph", lambda *args, graph=graph: graph)
+            monkeypatch.setattr(api, "decode_graph", lambda *args, graph=graph: graph)
             argument = {cache_argument(model("llama")): tier_cache}
             warns = pytest.warns(UserWarning, match="not permitted when stream is capturing")
             with warns if capture is fail else nullcontext():

@@ -93,8 +93,8 @@ class Context:
         self._manager.warm.expect_reads()
         if kept.root != self._root.hex():
             raise ConfigError(
-                f"context {self.name!r} was saved by another model, dtype, salt, codec or page size "
-                f"({kept.model}, {kept.page_tokens} tokens a page)"
+                f"context {self.name!r} was saved by another model, dtype, codec or page size, or "
+                f"under another salt ({kept.model}, {kept.page_tokens} tokens a page)"
             )
         keys = kept.block_keys(ids)
         gone = saved.missing(self._manager, keys)

@@ -44,6 +44,17 @@ FOLD = [(F32, BF16, F32, 128, 8), (F16, F16, BF16, 80, 4)]
 SCORE = [(BF16, 128, 4, 2), (F16, 256, 16, 2), (F32, 80, 7, 1)]
 """Element type, K dim, group, parts of a summary."""
 
+SCORE_KEYS = [
+    (BF16, 128, 4, 6),
+    (BF16, 128, 7, 4),
+    (BF16, 256, 16, 6),
+    (F16, 64, 8, 34),
+    (F32, 128, 4, 6),
+    (F32, 256, 16, 6),
+]
+"""The same, with all keys of a page for a summary."""
+GROUPS = [1, 7, 16]
+
 Defines = tuple[tuple[str, int], ...]
 
 
@@ -62,9 +73,11 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
         a, b, out = (build.DTYPES[dtype] for dtype in dtypes)
         sizes = (("V_DIM", v_dim), ("WIDTH", width))
         found.append(("fold", (("A_DTYPE", a), ("B_DTYPE", b), ("OUT_DTYPE", out), *sizes)))
-    for dtype, k_dim, group, parts in SCORE:
-        sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
-        found.append(("score", (("DTYPE", build.DTYPES[dtype]), *sizes)))
+    for stem, shapes in (("score", SCORE), ("score_keys", SCORE_KEYS)):
+        for dtype, k_dim, group, parts in shapes:
+            sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
+            found.append((stem, (("DTYPE", build.DTYPES[dtype]), *sizes)))
+    found += [("weigh", (("GROUP", group),)) for group in GROUPS]
     selecting = [
         ("select", (("THREADS", threads),)) for threads in (select.THREADS, select.CHUNK_THREADS)
     ]

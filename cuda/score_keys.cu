@@ -112,7 +112,6 @@ struct Keys {
 constexpr int BLOCKS = HALVES == 1 ? 2 : 1;  // on a multiprocessor: enough bytes in flight
 constexpr int MANTISSA = DTYPE == DTYPE_BF16 ? 7 : 10;  // bits
 constexpr unsigned BOTH = 0x00010001u;  // times 16 bits: those in both halves of a register
-constexpr unsigned NEGATIVE = 0x8000u * BOTH;
 
 // 2^exponent, twice.
 DEVICE constexpr unsigned power(int exponent) {
@@ -141,6 +140,20 @@ struct Keys {
     struct Vectors {
         uint4 low, step, words;
     };
+    // A lane's elements of a page; past the last page those of the last, which nobody counts.
+    struct Source {
+        const Element *low, *words;
+
+        DEVICE Source(const Pages& pages, int page, int chunk, int lane) {
+            low = pages[min(page, pages.last - 1)] + lane % 4 * 8;
+            words = low + (2 + chunk * COLUMNS + lane / 4 % COLUMNS) * K_DIM;
+        }
+        DEVICE Vectors load(int step, int lane) const {
+            if (K_DIM % 32 != 0 && step * 32 + lane % 4 * 8 >= K_DIM) return {};
+            return {load_streaming(low + step * 32), load_streaming(low + K_DIM + step * 32),
+                    load_streaming(words + step * 32)};
+        }
+    };
     uint4 (*query)[HALVES][LANES];  // in shared memory: registers hold bytes in flight
     Vectors ahead[AHEAD];
     float scale;
@@ -156,60 +169,80 @@ struct Keys {
             uint4 q = {0, 0, 0, 0};
             if (head < GROUP && dim < K_DIM)
                 q = *reinterpret_cast<const uint4*>(rows + head * head_stride + dim);
-            shared[step][half][lane] = q;
+            shared[step][half][lane] = {q.x, q.z, q.y, q.w};
         }
+        if (page < pages.last) {
+            const Source source(pages, page, 0, lane);
 #pragma unroll
-        for (int step = 0; step < AHEAD; ++step) ahead[step] = load(pages, page, 0, step, lane);
+            for (int step = 0; step < AHEAD; ++step) ahead[step] = source.load(step, lane);
+        }
         __syncthreads();
     }
 
-    static DEVICE Vectors load(const Pages& pages, int page, int chunk, int step, int lane) {
-        const int dim = step * 32 + lane % 4 * 8;
-        if (!pages.contain(page) || (K_DIM % 32 != 0 && dim >= K_DIM)) return {};
-        const Element* const low = pages[page] + dim;
-        const int word = 2 + chunk * COLUMNS + lane / 4 % COLUMNS;
-        return {load_streaming(low), load_streaming(low + K_DIM),
-                load_streaming(low + word * K_DIM)};
-    }
-
-    // Codes of a matrix's rows lane / 4 (`lower` 0) or lane / 4 + 8 (1), plus 2^exponent(lower).
-    // `turn` brings the code of the first behind the exponent, the next one is beside it.
     static DEVICE constexpr int exponent(int lower) { return 4 - 2 * lower; }
-    static DEVICE unsigned codes(unsigned words, int turn, int matrix, int lower) {
-        const unsigned turned = __funnelshift_l(words, words, turn - 8 * matrix);
-        return (turned & 3u * (BOTH << (MANTISSA - exponent(lower)))) | power(exponent(lower));
-    }
 
-    // Multiply 16 dims; x, y hold 4 of a lane's 8.
-    static DEVICE void multiply(float (&base)[4], float (&sums)[MATRICES][4], unsigned q_x,
-                                unsigned q_y, unsigned low_x, unsigned low_y, unsigned step_x,
-                                unsigned step_y, unsigned words_x, unsigned words_y, int turn) {
-        const unsigned low[4] = {low_x, low_x, low_y, low_y};
-        const unsigned surplus[4] = {power(exponent(0)) | NEGATIVE, power(exponent(1)) | NEGATIVE,
-                                     power(exponent(0)) | NEGATIVE, power(exponent(1)) | NEGATIVE};
-        unsigned high_x, high_y, rest_x, rest_y;
-        split_product<DTYPE>(q_x, step_x, high_x, rest_x);
-        split_product<DTYPE>(q_y, step_y, high_y, rest_y);
-        multiply_add<DTYPE>(base, low, q_x, q_y);
-        multiply_add<DTYPE>(base, surplus, high_x, high_y);
-        multiply_add<DTYPE>(base, surplus, rest_x, rest_y);
-#pragma unroll
-        for (int matrix = 0; matrix < MATRICES; ++matrix) {
-            const unsigned keys[4] = {
-                codes(words_x, turn, matrix, 0), codes(words_x, turn, matrix, 1),
-                codes(words_y, turn, matrix, 0), codes(words_y, turn, matrix, 1)};
-            multiply_add<DTYPE>(sums[matrix], keys, high_x, high_y);
-            multiply_add<DTYPE>(sums[matrix], keys, rest_x, rest_y);
+    // How a lane finds the codes of its tokens in its word.
+    struct Codes {
+        int turn;  // brings the first token's code behind the exponent; the next is beside it
+        unsigned masks[2];
+
+        // The grid is one block deep. Not knowing that, the compiler keeps masks in registers
+        // instead of making them again for every use.
+        DEVICE Codes(int lane) : turn(MANTISSA - exponent(0) - 4 * (lane / 4 / COLUMNS)) {
+            for (int lower = 0; lower < 2; ++lower)
+                masks[lower] = 3u * (BOTH << (MANTISSA - exponent(lower))) * gridDim.z;
         }
-    }
+        // 2^exponent(lower) + code of row lane / 4 (`lower` 0) or lane / 4 + 8 (1), in two dims.
+        DEVICE unsigned operator()(unsigned words, int matrix, int lower) const {
+            const unsigned turned = __funnelshift_l(words, words, turn - 8 * matrix);
+            return (turned & masks[lower]) | power(exponent(lower));
+        }
+    };
+
+    // Sums of products, [tokens, heads].
+    struct Products {
+        float even[4], odd[4];  // low . q of dims in x and z or y and w; of rows 8.. or ..8 not used
+        float surplus[4], codes[MATRICES][4];
+
+        // Multiply 32 dims; q is ordered x, z, y, w.
+        DEVICE void add(uint4 q, const Vectors& v, const Codes& codes_of) {
+            const unsigned low[4] = {v.low.x, v.low.y, v.low.z, v.low.w};
+            multiply_add<DTYPE>(even, low, q.x, q.y);
+            multiply_add<DTYPE>(odd, low, q.z, q.w);
+            add(q.x, q.y, v.step.x, v.step.z, v.words.x, v.words.z, codes_of);
+            add(q.z, q.w, v.step.y, v.step.w, v.words.y, v.words.w, codes_of);
+        }
+        DEVICE void add(unsigned q_0, unsigned q_1, unsigned step_0, unsigned step_1,
+                        unsigned words_0, unsigned words_1, const Codes& codes_of) {
+            constexpr unsigned upper = power(exponent(0));
+            constexpr unsigned lower = power(exponent(1));
+            const unsigned constant[4] = {upper, lower, upper, lower};
+            unsigned high[2], rest[2];
+            split_product<DTYPE>(q_0, step_0, high[0], rest[0]);
+            split_product<DTYPE>(q_1, step_1, high[1], rest[1]);
+            multiply_add<DTYPE>(surplus, constant, high[0], high[1]);
+            multiply_add<DTYPE>(surplus, constant, rest[0], rest[1]);
+#pragma unroll
+            for (int matrix = 0; matrix < MATRICES; ++matrix) {
+                const unsigned keys[4] = {
+                    codes_of(words_0, matrix, 0), codes_of(words_0, matrix, 1),
+                    codes_of(words_1, matrix, 0), codes_of(words_1, matrix, 1)};
+                multiply_add<DTYPE>(codes[matrix], keys, high[0], high[1]);
+                multiply_add<DTYPE>(codes[matrix], keys, rest[0], rest[1]);
+            }
+        }
+        DEVICE float sum(int matrix, int column) const {
+            return even[column % 2] + odd[column % 2 + 2] +
+                   (codes[matrix][column] - surplus[column]);
+        }
+    };
 
     // Softmax over 16 * MATRICES keys of head 2 * (lane % 4) + `right`, the same in all lane / 4.
-    DEVICE Softmax over_keys(const float (&base)[4], const float (&sums)[MATRICES][4], int right) {
+    DEVICE Softmax over_keys(const Products& products, int right) {
         float logit[2 * MATRICES], top = minus_infinity();
 #pragma unroll
         for (int i = 0; i < 2 * MATRICES; ++i) {
-            const int column = i % 2 * 2 + right;
-            logit[i] = scale * (base[column] + sums[i / 2][column]);
+            logit[i] = scale * products.sum(i / 2, i % 2 * 2 + right);
             top = fmaxf(top, logit[i]);
         }
 #pragma unroll
@@ -226,32 +259,28 @@ struct Keys {
 
     // Logits of a tile that begins at `page`, see Kept; `after` is where the warp's next begins.
     DEVICE void score(float (&value)[VALUES], const Pages& pages, int page, int after, int lane) {
-        const int turn = MANTISSA - exponent(0) - 4 * (lane / 4 / COLUMNS);
+        const Codes codes_of(lane);
         Kept kept = {};
 #pragma unroll 1
         for (int unit = 0; unit < TILE * CHUNKS; ++unit) {
-            const int next = (unit + 1) / CHUNKS, next_chunk = (unit + 1) % CHUNKS;
-            const int next_page = next < TILE ? page + next : after;
-            float base[HALVES][4] = {}, sums[HALVES][MATRICES][4] = {};
+            const int next = (unit + 1) / CHUNKS;
+            const Source now(pages, page + unit / CHUNKS, unit % CHUNKS, lane);
+            const Source then(pages, next < TILE ? page + next : after, (unit + 1) % CHUNKS, lane);
+            Products products[HALVES] = {};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                const Vectors now = ahead[step % AHEAD];
-                ahead[step % AHEAD] =
-                    step + AHEAD < STEPS
-                        ? load(pages, page + unit / CHUNKS, unit % CHUNKS, step + AHEAD, lane)
-                        : load(pages, next_page, next_chunk, step + AHEAD - STEPS, lane);
+                Vectors& v = ahead[step % AHEAD];
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) {
                     const uint4 q = load_shared(&query[step][half][lane]);
-                    multiply(base[half], sums[half], q.x, q.y, now.low.x, now.low.y, now.step.x,
-                             now.step.y, now.words.x, now.words.y, turn);
-                    multiply(base[half], sums[half], q.z, q.w, now.low.z, now.low.w, now.step.z,
-                             now.step.w, now.words.z, now.words.w, turn);
+                    products[half].add(q, v, codes_of);
                 }
+                v = step + AHEAD < STEPS ? now.load(step + AHEAD, lane)
+                                         : then.load(step + AHEAD - STEPS, lane);
             }
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
-                Softmax here = over_keys(base[i / 2], sums[i / 2], i % 2);
+                Softmax here = over_keys(products[i / 2], i % 2);
                 if (lane / 4 != unit / CHUNKS) continue;
                 if (unit % CHUNKS != 0) here.add(kept.over_keys[i]);
                 kept.over_keys[i] = here;

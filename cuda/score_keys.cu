@@ -129,9 +129,11 @@ DEVICE constexpr int ring(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 
 //
 // q * step is one factor: 16 bits take it as the sum of two numbers. (In fp16 it must be below
 // 65504.) Codes are the other: 2 bits put behind the exponent of 16 or 4 read 16 + code or
-// 4 + code, and the surplus is taken off again by keys of -16 or -4.
+// 4 + code, and the surplus is computed by keys of 16 or 4 and taken off. A group of up to 4 has
+// its heads twice, columns 4.. for what the numbers of columns ..4 lack: half the multiplications.
 struct Keys {
     static constexpr int STEPS = (K_DIM + 31) / 32, AHEAD = ring(STEPS);
+    static constexpr bool TWICE = GROUP <= 4;
     // So many of a page's words make up the rows of MATRICES at once: rows lane / 4 and the same
     // + 8 are tokens 4 * matrix + 2 * (lane / 4 / COLUMNS) and the next of word lane / 4 % COLUMNS.
     static constexpr int COLUMNS = WORDS < 4 ? WORDS : 4;
@@ -165,7 +167,8 @@ struct Keys {
         query = shared;
         for (int i = threadIdx.x / LANES; i < STEPS * HALVES; i += WARPS) {
             const int step = i / HALVES, half = i % HALVES;
-            const int head = lane / 4 + 8 * half, dim = step * 32 + lane % 4 * 8;
+            const int head = TWICE ? lane / 4 % 4 : lane / 4 + 8 * half;
+            const int dim = step * 32 + lane % 4 * 8;
             uint4 q = {0, 0, 0, 0};
             if (head < GROUP && dim < K_DIM)
                 q = *reinterpret_cast<const uint4*>(rows + head * head_stride + dim);
@@ -205,35 +208,40 @@ struct Keys {
         float surplus[4], codes[MATRICES][4];
 
         // Multiply 32 dims; q is ordered x, z, y, w.
-        DEVICE void add(uint4 q, const Vectors& v, const Codes& codes_of) {
+        DEVICE void add(uint4 q, const Vectors& v, const Codes& codes_of, int lane) {
             const unsigned low[4] = {v.low.x, v.low.y, v.low.z, v.low.w};
             multiply_add<DTYPE>(even, low, q.x, q.y);
             multiply_add<DTYPE>(odd, low, q.z, q.w);
-            add(q.x, q.y, v.step.x, v.step.z, v.words.x, v.words.z, codes_of);
-            add(q.z, q.w, v.step.y, v.step.w, v.words.y, v.words.w, codes_of);
+            add(q.x, q.y, v.step.x, v.step.z, v.words.x, v.words.z, codes_of, lane);
+            add(q.z, q.w, v.step.y, v.step.w, v.words.y, v.words.w, codes_of, lane);
         }
         DEVICE void add(unsigned q_0, unsigned q_1, unsigned step_0, unsigned step_1,
-                        unsigned words_0, unsigned words_1, const Codes& codes_of) {
+                        unsigned words_0, unsigned words_1, const Codes& codes_of, int lane) {
             constexpr unsigned upper = power(exponent(0));
             constexpr unsigned lower = power(exponent(1));
             const unsigned constant[4] = {upper, lower, upper, lower};
             unsigned high[2], rest[2];
             split_product<DTYPE>(q_0, step_0, high[0], rest[0]);
             split_product<DTYPE>(q_1, step_1, high[1], rest[1]);
+            if (TWICE && lane >= LANES / 2) {
+                high[0] = rest[0];
+                high[1] = rest[1];
+            }
             multiply_add<DTYPE>(surplus, constant, high[0], high[1]);
-            multiply_add<DTYPE>(surplus, constant, rest[0], rest[1]);
+            if (!TWICE) multiply_add<DTYPE>(surplus, constant, rest[0], rest[1]);
 #pragma unroll
             for (int matrix = 0; matrix < MATRICES; ++matrix) {
                 const unsigned keys[4] = {
                     codes_of(words_0, matrix, 0), codes_of(words_0, matrix, 1),
                     codes_of(words_1, matrix, 0), codes_of(words_1, matrix, 1)};
                 multiply_add<DTYPE>(codes[matrix], keys, high[0], high[1]);
-                multiply_add<DTYPE>(codes[matrix], keys, rest[0], rest[1]);
+                if (!TWICE) multiply_add<DTYPE>(codes[matrix], keys, rest[0], rest[1]);
             }
         }
         DEVICE float sum(int matrix, int column) const {
-            return even[column % 2] + odd[column % 2 + 2] +
-                   (codes[matrix][column] - surplus[column]);
+            float sum = codes[matrix][column] - surplus[column];
+            if (TWICE) sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+            return sum + even[column % 2] + odd[column % 2 + 2];
         }
     };
 
@@ -273,7 +281,7 @@ struct Keys {
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half) {
                     const uint4 q = load_shared(&query[step][half][lane]);
-                    products[half].add(q, v, codes_of);
+                    products[half].add(q, v, codes_of, lane);
                 }
                 v = step + AHEAD < STEPS ? now.load(step + AHEAD, lane)
                                          : then.load(step + AHEAD - STEPS, lane);

@@ -15,6 +15,7 @@ constexpr int WARPS = THREADS / LANES;
 constexpr int TILE = 8;  // pages a warp takes one after the other
 constexpr int HALVES = GROUP > 8 ? 2 : 1;
 constexpr int VALUES = 2 * HALVES;  // scores of a lane: see Keys::score
+constexpr int SLOTS = 3;  // chunks of pages that a warp has or awaits
 constexpr int WORDS = PARTS - 2;  // of 8 tokens
 
 #if DTYPE == DTYPE_F32
@@ -57,14 +58,15 @@ struct Keys {
     long long head_stride;
     float scale;
 
-    DEVICE Keys(const float* query, long long head_stride, float scale, const Pages&, int, int)
+    DEVICE Keys(const float* query, long long head_stride, float scale, const Pages&, int, int,
+                int)
         : query(query), head_stride(head_stride), scale(scale) {}
 
     static DEVICE float key(float low, float step, float word, int shift) {
         return low + step * static_cast<float>(static_cast<unsigned>(word) >> shift & 3u);
     }
 
-    DEVICE void score(float (&value)[VALUES], const Pages& pages, int page, int, int lane) {
+    DEVICE void score(float (&value)[VALUES], const Pages& pages, int page, int lane) {
         Kept kept = {};
 #pragma unroll 1
         for (int i = 0; i < TILE; ++i) {
@@ -109,7 +111,7 @@ struct Keys {
     }
 };
 #else
-constexpr int BLOCKS = HALVES == 1 ? 2 : 1;  // on a multiprocessor: enough bytes in flight
+constexpr int BLOCKS = HALVES == 1 ? 2 : 1;  // on a multiprocessor
 constexpr int MANTISSA = DTYPE == DTYPE_BF16 ? 7 : 10;  // bits
 constexpr unsigned BOTH = 0x00010001u;  // times 16 bits: those in both halves of a register
 
@@ -117,9 +119,6 @@ constexpr unsigned BOTH = 0x00010001u;  // times 16 bits: those in both halves o
 DEVICE constexpr unsigned power(int exponent) {
     return static_cast<unsigned>(exponent + (DTYPE == DTYPE_BF16 ? 127 : 15)) * (BOTH << MANTISSA);
 }
-
-// Steps loaded ahead: as many as divide all steps, for a ring that needs no index at run time.
-DEVICE constexpr int ring(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3 : 2 - steps % 2; }
 
 // Tensor cores, keys [16 tokens, dims] times heads [dims, 8], 32 dims in two multiplications. A
 // dot product may take the dims in any order if both sides take the same: lane i reads 8 dims from
@@ -132,54 +131,51 @@ DEVICE constexpr int ring(int steps) { return steps % 4 == 0 ? 4 : steps % 3 == 
 // 4 + code, and the surplus is computed by keys of 16 or 4 and taken off. A group of up to 4 has
 // its heads twice, columns 4.. for what the numbers of columns ..4 lack: half the multiplications.
 struct Keys {
-    static constexpr int STEPS = (K_DIM + 31) / 32, AHEAD = ring(STEPS);
+    static constexpr int STEPS = (K_DIM + 31) / 32;
     static constexpr bool TWICE = GROUP <= 4;
     // So many of a page's words make up the rows of MATRICES at once: rows lane / 4 and the same
-    // + 8 are tokens 4 * matrix + 2 * (lane / 4 / COLUMNS) and the next of word lane / 4 % COLUMNS.
-    static constexpr int COLUMNS = WORDS < 4 ? WORDS : 4;
+    // + 8 are tokens 4 * matrix + 2 * (lane / 4 % SHARING) and the next of word lane / 4 / SHARING.
+    static constexpr int COLUMNS = WORDS < 4 ? WORDS : 4, SHARING = 8 / COLUMNS;
     static constexpr int CHUNKS = WORDS / COLUMNS, MATRICES = COLUMNS / 2;
+    static constexpr int SLOT = (2 + COLUMNS) * K_DIM;  // elements of a chunk: low, steps, words
 
-    struct Vectors {
-        uint4 low, step, words;
-    };
-    // A lane's elements of a page; past the last page those of the last, which nobody counts.
-    struct Source {
-        const Element *low, *words;
-
-        DEVICE Source(const Pages& pages, int page, int chunk, int lane) {
-            low = pages[min(page, pages.last - 1)] + lane % 4 * 8;
-            words = low + (2 + chunk * COLUMNS + lane / 4 % COLUMNS) * K_DIM;
-        }
-        DEVICE Vectors load(int step, int lane) const {
-            if (K_DIM % 32 != 0 && step * 32 + lane % 4 * 8 >= K_DIM) return {};
-            return {load_streaming(low + step * 32), load_streaming(low + K_DIM + step * 32),
-                    load_streaming(words + step * 32)};
-        }
-    };
-    uint4 (*query)[HALVES][LANES];  // in shared memory: registers hold bytes in flight
-    Vectors ahead[AHEAD];
+    uint4 query[HALVES][STEPS];  // dims in the order x, z, y, w
     float scale;
+    Element* slots;  // [SLOTS, SLOT] in shared memory, those of this warp
+    int slot, coming_page, coming_chunk, stride;
 
     DEVICE Keys(const Element* rows, long long head_stride, float scale, const Pages& pages,
-                int page, int lane)
-        : scale(scale) {
-        __shared__ uint4 shared[STEPS][HALVES][LANES];
-        query = shared;
-        for (int i = threadIdx.x / LANES; i < STEPS * HALVES; i += WARPS) {
-            const int step = i / HALVES, half = i % HALVES;
-            const int head = TWICE ? lane / 4 % 4 : lane / 4 + 8 * half;
-            const int dim = step * 32 + lane % 4 * 8;
-            uint4 q = {0, 0, 0, 0};
-            if (head < GROUP && dim < K_DIM)
-                q = *reinterpret_cast<const uint4*>(rows + head * head_stride + dim);
-            shared[step][half][lane] = {q.x, q.z, q.y, q.w};
-        }
-        if (page < pages.last) {
-            const Source source(pages, page, 0, lane);
+                int page, int stride, int lane)
+        : scale(scale), slot(0), coming_page(page), coming_chunk(0), stride(stride) {
+        SHARED_MEMORY(shared);
+        slots = reinterpret_cast<Element*>(shared) + threadIdx.x / LANES * (SLOTS * SLOT);
 #pragma unroll
-            for (int step = 0; step < AHEAD; ++step) ahead[step] = source.load(step, lane);
+        for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int head = TWICE ? lane / 4 % 4 : lane / 4 + 8 * half;
+                const int dim = step * 32 + lane % 4 * 8;
+                uint4 q = {0, 0, 0, 0};
+                if (head < GROUP && dim < K_DIM)
+                    q = *reinterpret_cast<const uint4*>(rows + head * head_stride + dim);
+                query[half][step] = {q.x, q.z, q.y, q.w};
+            }
+        for (int i = 0; i < SLOTS - 1; ++i) fetch(pages, i, lane);
+    }
+
+    // Start copying the next chunk that this warp comes to. Past the last page there is none.
+    DEVICE void fetch(const Pages& pages, int slot, int lane) {
+        if (coming_page < pages.last) {
+            const Element* const from = pages[coming_page];
+#pragma unroll
+            for (int at = lane * 8; at < SLOT; at += LANES * 8)
+                copy_async(slots + slot * SLOT + at,
+                           from + at + (at < 2 * K_DIM ? 0 : coming_chunk * COLUMNS * K_DIM));
         }
-        __syncthreads();
+        copy_async_commit();
+        if (++coming_chunk < CHUNKS) return;
+        coming_chunk = 0;
+        if (++coming_page % TILE == 0) coming_page += stride - TILE;
     }
 
     static DEVICE constexpr int exponent(int lower) { return 4 - 2 * lower; }
@@ -191,7 +187,7 @@ struct Keys {
 
         // The grid is one block deep. Not knowing that, the compiler keeps masks in registers
         // instead of making them again for every use.
-        DEVICE Codes(int lane) : turn(MANTISSA - exponent(0) - 4 * (lane / 4 / COLUMNS)) {
+        DEVICE Codes(int lane) : turn(MANTISSA - exponent(0) - 4 * (lane / 4 % SHARING)) {
             for (int lower = 0; lower < 2; ++lower)
                 masks[lower] = 3u * (BOTH << (MANTISSA - exponent(lower))) * gridDim.z;
         }
@@ -208,12 +204,13 @@ struct Keys {
         float surplus[4], codes[MATRICES][4];
 
         // Multiply 32 dims; q is ordered x, z, y, w.
-        DEVICE void add(uint4 q, const Vectors& v, const Codes& codes_of, int lane) {
-            const unsigned low[4] = {v.low.x, v.low.y, v.low.z, v.low.w};
-            multiply_add<DTYPE>(even, low, q.x, q.y);
-            multiply_add<DTYPE>(odd, low, q.z, q.w);
-            add(q.x, q.y, v.step.x, v.step.z, v.words.x, v.words.z, codes_of, lane);
-            add(q.z, q.w, v.step.y, v.step.w, v.words.y, v.words.w, codes_of, lane);
+        DEVICE void add(uint4 q, uint4 low, uint4 step, uint4 words, const Codes& codes_of,
+                        int lane) {
+            const unsigned lows[4] = {low.x, low.y, low.z, low.w};
+            multiply_add<DTYPE>(even, lows, q.x, q.y);
+            multiply_add<DTYPE>(odd, lows, q.z, q.w);
+            add(q.x, q.y, step.x, step.z, words.x, words.z, codes_of, lane);
+            add(q.z, q.w, step.y, step.w, words.y, words.w, codes_of, lane);
         }
         DEVICE void add(unsigned q_0, unsigned q_1, unsigned step_0, unsigned step_1,
                         unsigned words_0, unsigned words_1, const Codes& codes_of, int lane) {
@@ -265,26 +262,29 @@ struct Keys {
         return {top, sum};
     }
 
-    // Logits of a tile that begins at `page`, see Kept; `after` is where the warp's next begins.
-    DEVICE void score(float (&value)[VALUES], const Pages& pages, int page, int after, int lane) {
+    // Logits of this warp's next tile, see Kept.
+    DEVICE void score(float (&value)[VALUES], const Pages& pages, int, int lane) {
         const Codes codes_of(lane);
+        const int word = 2 + lane / 4 / SHARING;
         Kept kept = {};
 #pragma unroll 1
         for (int unit = 0; unit < TILE * CHUNKS; ++unit) {
-            const int next = (unit + 1) / CHUNKS;
-            const Source now(pages, page + unit / CHUNKS, unit % CHUNKS, lane);
-            const Source then(pages, next < TILE ? page + next : after, (unit + 1) % CHUNKS, lane);
+            copy_async_wait<SLOTS - 2>();
+            __syncwarp();  // the chunk is there for all lanes, and all have read the one before
+            fetch(pages, slot == 0 ? SLOTS - 1 : slot - 1, lane);
+            const Element* const low = slots + slot * SLOT + lane % 4 * 8;
+            slot = slot + 1 == SLOTS ? 0 : slot + 1;
             Products products[HALVES] = {};
 #pragma unroll
             for (int step = 0; step < STEPS; ++step) {
-                Vectors& v = ahead[step % AHEAD];
+                const uint4 none = {0, 0, 0, 0};
+                const bool inside = K_DIM % 32 == 0 || step * 32 + lane % 4 * 8 < K_DIM;
+                const uint4 lows = inside ? load_shared(low + step * 32) : none;
+                const uint4 steps = inside ? load_shared(low + K_DIM + step * 32) : none;
+                const uint4 words = inside ? load_shared(low + word * K_DIM + step * 32) : none;
 #pragma unroll
-                for (int half = 0; half < HALVES; ++half) {
-                    const uint4 q = load_shared(&query[step][half][lane]);
-                    products[half].add(q, v, codes_of, lane);
-                }
-                v = step + AHEAD < STEPS ? now.load(step + AHEAD, lane)
-                                         : then.load(step + AHEAD - STEPS, lane);
+                for (int half = 0; half < HALVES; ++half)
+                    products[half].add(query[half][step], lows, steps, words, codes_of, lane);
             }
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {
@@ -315,14 +315,14 @@ score_pages(const Element* query, long long query_stride, const Element* summari
     const int stride = gridDim.x * WARPS * TILE;
     int page = (first / TILE + blockIdx.x * WARPS + warp) * TILE;
     Keys keys(query + static_cast<long long>(kv_head) * GROUP * query_stride, query_stride, scale,
-              pages, page, lane);
+              pages, page, stride, lane);
     Softmax state[VALUES];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) state[i] = {minus_infinity(), 0.f};
 
     for (; page < pages.last; page += stride) {
         float value[VALUES];
-        keys.score(value, pages, page, page + stride, lane);
+        keys.score(value, pages, page, lane);
         const int here = page + lane / 4;
         if (!pages.contain(here)) continue;
 #pragma unroll

@@ -15,6 +15,8 @@ from tierkv.kernels.build import DTYPES, Launch, kernel
 from tierkv.units import round_up
 
 THREADS = 256
+WARPS, SLOTS = THREADS // 32, 3
+"""In ``score_keys.cu`` each warp has room for so many pages, or so many times 32 tokens of them."""
 TILE_PAGES = 64
 """Pages that a block scores at once."""
 WEIGH_PAGES = 4 * THREADS
@@ -132,7 +134,10 @@ def prepare(
     defines = (
         ("DTYPE", DTYPES[query.dtype]), ("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts),
     )  # fmt: skip
-    compiled = kernel(stem, "score_pages", defines, device, THREADS)
+    shared = SLOTS * WARPS * (2 + min(parts - 2, 4)) * k_dim * 2
+    if stem == "score" or query.dtype == torch.float32:
+        shared = 0
+    compiled = kernel(stem, "score_pages", defines, device, THREADS, shared)
     blocks = min(compiled.blocks_at_once // kv_heads, -(-pages // TILE_PAGES) + 1, MAX_BLOCKS)
     blocks = max(1, blocks)
     candidates = (

@@ -113,15 +113,15 @@ DEVICE void unpack(unsigned packed, float& low, float& high) {
     }
 }
 
-// a * b of two pairs of 16-bit numbers, as the sum of a number of that type and what it lacks.
+// a * b + c of two pairs of 16-bit numbers, each rounded once.
 template <int DATA_TYPE>
-DEVICE void split_product(unsigned a, unsigned b, unsigned& high, unsigned& rest) {
+DEVICE unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
     if constexpr (DATA_TYPE == DTYPE_BF16)
-        asm("{ .reg .b32 n; mov.b32 n, 0; fma.rn.bf16x2 %0, %2, %3, n; neg.bf16x2 n, %0; "
-            "fma.rn.bf16x2 %1, %2, %3, n; }" : "=&r"(high), "=r"(rest) : "r"(a), "r"(b));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     else
-        asm("{ .reg .b32 n; mov.b32 n, 0; fma.rn.f16x2 %0, %2, %3, n; neg.f16x2 n, %0; "
-            "fma.rn.f16x2 %1, %2, %3, n; }" : "=&r"(high), "=r"(rest) : "r"(a), "r"(b));
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
 }
 
 // Sum over the warp, for every lane.

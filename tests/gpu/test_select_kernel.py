@@ -48,6 +48,17 @@ def test_key_scores_equal_the_selectors(
         select_cases.check_key_scores(seed, device, dtype, k_dim, group, page_tokens)
 
 
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+def test_scores_of_many_pages_for_few_blocks(
+    page_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every warp comes to several tiles."""
+    monkeypatch.setattr(score, "MAX_BLOCKS", 1)
+    for seed in range(12):
+        select_cases.check_scores(seed, device, BF16, 128, 4, 2)
+        select_cases.check_key_scores(seed, device, BF16, 128, 4, page_tokens)
+
+
 def test_hopeless_scores(device: torch.device) -> None:
     select_cases.check_hopeless_scores(device)
 

@@ -255,13 +255,12 @@ static void unpack(unsigned packed, float& low, float& high) {
 }
 
 template <int DATA_TYPE>
-static void split_product(unsigned a, unsigned b, unsigned& high, unsigned& rest) {
-    float x[4], y[2];
+static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    float x[2], y[2], z[2];
     unpack<DATA_TYPE>(a, x[0], x[1]);
-    unpack<DATA_TYPE>(b, x[2], x[3]);
-    high = pack<DATA_TYPE>(x[0] * x[2], x[1] * x[3]);
-    unpack<DATA_TYPE>(high, y[0], y[1]);
-    rest = pack<DATA_TYPE>(x[0] * x[2] - y[0], x[1] * x[3] - y[1]);
+    unpack<DATA_TYPE>(b, y[0], y[1]);
+    unpack<DATA_TYPE>(c, z[0], z[1]);
+    return pack<DATA_TYPE>(x[0] * y[0] + z[0], x[1] * y[1] + z[1]);
 }
 
 template <int DATA_TYPE>

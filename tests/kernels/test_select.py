@@ -59,6 +59,18 @@ def test_emulated_key_scores_equal_the_selectors(
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("page_tokens", [32, 64])
+def test_emulated_scores_of_many_pages_for_few_blocks(
+    page_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every warp comes to several tiles."""
+    monkeypatch.setattr(score, "MAX_BLOCKS", 1)
+    for seed in (1, 3, 11):  # 131 pages
+        select_cases.check_scores(seed, CPU, BF16, 32, 4, 2)
+        select_cases.check_key_scores(seed, CPU, BF16, 32, 4, page_tokens)
+
+
+@pytest.mark.usefixtures("emulated")
 def test_emulated_hopeless_scores() -> None:
     select_cases.check_hopeless_scores(CPU)
 

@@ -16,7 +16,7 @@ from tierkv.units import round_up
 
 THREADS = 256
 WARPS, SLOTS = THREADS // 32, 3
-"""In ``score_keys.cu`` each warp has room for so many pages, or so many times 32 tokens of them."""
+"""Warps of a block, and how many summaries of 32 tokens or fewer ``score_keys`` has room for."""
 TILE_PAGES = 64
 """Pages that a block scores at once."""
 WEIGH_PAGES = 4 * THREADS

@@ -11,9 +11,8 @@
 // its heads twice, columns 4.. for what the numbers of columns ..4 lack: half the multiplications.
 #pragma once
 
-constexpr int BLOCKS = HALVES == 1 ? 2 : 1;  // on a multiprocessor
+constexpr int BLOCKS = K_DIM <= 128 && HALVES == 1 ? 2 : 1;  // on a multiprocessor
 constexpr int SLOTS = 3;  // chunks of pages that a warp has or awaits
-constexpr float LN_2 = 0.6931471805599453f;
 constexpr int MANTISSA = DTYPE == DTYPE_BF16 ? 7 : 10;  // bits
 constexpr unsigned BOTH = 0x00010001u;  // times 16 bits: those in both halves of a register
 constexpr unsigned NEGATIVE = 0x8000u * BOTH;
@@ -33,6 +32,7 @@ struct Keys {
     static constexpr int SLOT = (2 + COLUMNS) * K_DIM;  // elements of a chunk: low, steps, words
 
     uint4 query[HALVES][STEPS];  // dims in the order x, z, y, w
+    uint4 opposite[STEPS] = {};  // TWICE: -query, or 0 in lanes that take the number itself
     float scale;
     Element* slots;  // [SLOTS, SLOT] in shared memory, those of this warp
     int slot, coming_page, coming_chunk, stride;
@@ -52,6 +52,9 @@ struct Keys {
                 if (head < GROUP && dim < K_DIM)
                     q = *reinterpret_cast<const uint4*>(rows + head * head_stride + dim);
                 query[half][step] = {q.x, q.z, q.y, q.w};
+                if (TWICE && lane >= LANES / 2)
+                    opposite[step] = {q.x ^ NEGATIVE, q.z ^ NEGATIVE, q.y ^ NEGATIVE,
+                                      q.w ^ NEGATIVE};
             }
         for (int i = 0; i < SLOTS - 1; ++i) fetch(pages, i, lane);
     }
@@ -61,9 +64,11 @@ struct Keys {
         if (coming_page < pages.last) {
             const Element* const from = pages[coming_page];
 #pragma unroll
-            for (int at = lane * 8; at < SLOT; at += LANES * 8)
+            for (int at = lane * 8; at < SLOT; at += LANES * 8) {
+                const bool shared_by_chunks = CHUNKS == 1 || at < 2 * K_DIM;
                 copy_async(slots + slot * SLOT + at,
-                           from + at + (at < 2 * K_DIM ? 0 : coming_chunk * COLUMNS * K_DIM));
+                           from + at + (shared_by_chunks ? 0 : coming_chunk * COLUMNS * K_DIM));
+            }
         }
         copy_async_commit();
         if (++coming_chunk < CHUNKS) return;
@@ -97,28 +102,29 @@ struct Keys {
         float surplus[4], codes[MATRICES][4];
 
         // Multiply 32 dims; q is ordered x, z, y, w.
-        DEVICE void add(uint4 q, uint4 low, uint4 step, uint4 words, const Codes& codes_of,
-                        int lane) {
+        DEVICE void add(uint4 q, uint4 opposite, uint4 low, uint4 step, uint4 words,
+                        const Codes& codes_of) {
             const unsigned lows[4] = {low.x, low.y, low.z, low.w};
             multiply_add<DTYPE>(even, lows, q.x, q.y);
             multiply_add<DTYPE>(odd, lows, q.z, q.w);
-            add(q.x, q.y, step.x, step.z, words.x, words.z, codes_of, lane);
-            add(q.z, q.w, step.y, step.w, words.y, words.w, codes_of, lane);
+            add(q.x, q.y, opposite.x, opposite.y, step.x, step.z, words.x, words.z, codes_of);
+            add(q.z, q.w, opposite.z, opposite.w, step.y, step.w, words.y, words.w, codes_of);
         }
-        DEVICE void add(unsigned q_0, unsigned q_1, unsigned step_0, unsigned step_1,
-                        unsigned words_0, unsigned words_1, const Codes& codes_of, int lane) {
+        DEVICE void add(unsigned q_0, unsigned q_1, unsigned opposite_0, unsigned opposite_1,
+                        unsigned step_0, unsigned step_1, unsigned words_0, unsigned words_1,
+                        const Codes& codes_of) {
             constexpr unsigned upper = power(exponent(0));
             constexpr unsigned lower = power(exponent(1));
             const unsigned constant[4] = {upper, lower, upper, lower};
-            // Without `minus`, the rest is not what `high` lacks, but once more `high`.
-            const unsigned minus = TWICE && lane < LANES / 2 ? 0u : power(0) | NEGATIVE;
             const unsigned high[2] = {multiply_add_pairs<DTYPE>(q_0, step_0, 0),
                                       multiply_add_pairs<DTYPE>(q_1, step_1, 0)};
-            const unsigned rest[2] = {
-                multiply_add_pairs<DTYPE>(q_0, step_0,
-                                          multiply_add_pairs<DTYPE>(high[0], minus, 0)),
-                multiply_add_pairs<DTYPE>(q_1, step_1,
-                                          multiply_add_pairs<DTYPE>(high[1], minus, 0))};
+            unsigned rest[2] = {high[0] ^ NEGATIVE, high[1] ^ NEGATIVE};
+            if (TWICE) {
+                rest[0] = multiply_add_pairs<DTYPE>(opposite_0, step_0, 0);
+                rest[1] = multiply_add_pairs<DTYPE>(opposite_1, step_1, 0);
+            }
+            rest[0] = multiply_add_pairs<DTYPE>(q_0, step_0, rest[0]);
+            rest[1] = multiply_add_pairs<DTYPE>(q_1, step_1, rest[1]);
             if (!TWICE) multiply_add<DTYPE>(surplus, constant, high[0], high[1]);
             multiply_add<DTYPE>(surplus, constant, rest[0], rest[1]);
 #pragma unroll
@@ -139,22 +145,23 @@ struct Keys {
 
     // Softmax over 16 * MATRICES keys of head 2 * (lane % 4) + `right`, the same in all lane / 4.
     DEVICE Softmax over_keys(const Products& products, int right) {
-        float logit[2 * MATRICES], top = minus_infinity();  // for powers of 2
+        float product[2 * MATRICES], top = minus_infinity();
 #pragma unroll
         for (int i = 0; i < 2 * MATRICES; ++i) {
-            logit[i] = LOG2_E * scale * products.sum(i / 2, i % 2 * 2 + right);
-            top = fmaxf(top, logit[i]);
+            product[i] = products.sum(i / 2, i % 2 * 2 + right);
+            top = fmaxf(top, product[i]);
         }
 #pragma unroll
         for (int distance = 4; distance < LANES; distance *= 2)
             top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, distance));
+        const float factor = LOG2_E * scale, base = factor * top;
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < 2 * MATRICES; ++i) sum += exp2_fast(logit[i] - top);
+        for (int i = 0; i < 2 * MATRICES; ++i) sum += exp2_fast(factor * product[i] - base);
 #pragma unroll
         for (int distance = 4; distance < LANES; distance *= 2)
             sum += __shfl_xor_sync(ALL_LANES, sum, distance);
-        return {LN_2 * top, sum};
+        return {scale * top, sum};
     }
 
     // Logits of this warp's next tile, see Kept.
@@ -179,7 +186,8 @@ struct Keys {
                 const uint4 words = inside ? load_shared(low + word * K_DIM + step * 32) : none;
 #pragma unroll
                 for (int half = 0; half < HALVES; ++half)
-                    products[half].add(query[half][step], lows, steps, words, codes_of, lane);
+                    products[half].add(query[half][step], opposite[step], lows, steps, words,
+                                       codes_of);
             }
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) {

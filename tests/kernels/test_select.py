@@ -141,6 +141,7 @@ def score_arguments(**changes: Any) -> dict[str, Any]:
         ({"scores": score.Scores.allocate(2, 2, 30, CPU)}, "8 heads"),
         ({"sealed": torch.zeros(1)}, "sealed"),
         ({"first": -1}, "-1"),
+        ({"scale": 0.0}, "above 0"),
         ({"sealed": torch.zeros(1, dtype=torch.int32, device="meta")}, "meta"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

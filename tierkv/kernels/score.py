@@ -88,7 +88,7 @@ def prepare(
         sealed: ``[1]`` int32 on the device: number of sealed pages.
         first: candidates begin here, after the sinks.
         recent: last sealed pages that are no candidates.
-        scale: the attention's factor on scores.
+        scale: the attention's factor on scores, above 0.
         stem: which kernel, `Selector.kernel`. ``score`` takes two parts for corners u and l, logit
             ``scale * (max(q, 0) . u + min(q, 0) . l)``, and one for a mean m, logit
             ``scale * q . m``; ``score_keys`` takes what `tierkv.selection.keys2` makes.
@@ -125,6 +125,8 @@ def prepare(
             f"scores {tuple(scores.logits.shape)} and {tuple(scores.mass.shape)} for {heads} heads "
             f"and {pages} pages"
         )
+    if not scale > 0:
+        raise ValueError(f"the scale must be above 0, got {scale}")
     check_sealed(sealed, first, recent)
     device = query.device
     for tensor in (summaries, scores.logits, scores.mass, scores.states, sealed):

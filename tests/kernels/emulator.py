@@ -253,7 +253,6 @@ static void unpack(unsigned packed, float& low, float& high) {
     low = widen<DATA_TYPE>(packed & 0xffff);
     high = widen<DATA_TYPE>(packed >> 16);
 }
-
 template <int DATA_TYPE>
 static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
     float x[2], y[2], z[2];

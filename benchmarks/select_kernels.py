@@ -110,17 +110,18 @@ def selection(arguments: Any, pages: int, device: torch.device) -> Iterator[Row]
     candidates = {
         "sealed": torch.tensor([pages], dtype=torch.int32, device=device), "first": 2, "recent": 2,
     }  # fmt: skip
-    sets = -(-ROTATE_BYTES // (pages * 8 * 2 * 128 * 2)) + 1
-    summaries = [torch.randn(8, pages, 2, 128, device=device).to(BF16) for _ in range(sets)]
-    scores = [score.Scores.allocate(8, 4, pages, device) for _ in range(sets)]
-    pairs = [
-        score.prepare(query, one, room, scale=128**-0.5, **candidates)
-        for one, room in zip(summaries, scores, strict=True)
-    ]
-    read, logits = nbytes(summaries[0]), nbytes(scores[0].logits)
-    yield "score", f"{pages} pages", read + logits, "memory", [pair.score.run for pair in pairs]
-    yield "weigh", f"{pages} pages", 0, "", [pair.weigh.run for pair in pairs]
-    yield "both", f"{pages} pages", read + logits, "memory", [pair.run for pair in pairs]
+    for stem, parts, what in (("score", 2, "corners"), ("score_keys", 6, "keys at 2 bits")):
+        sets = -(-ROTATE_BYTES // (pages * 8 * parts * 128 * 2)) + 1
+        summaries = [torch.randn(8, pages, parts, 128, device=device).to(BF16) for _ in range(sets)]
+        scores = [score.Scores.allocate(8, 4, pages, device) for _ in range(sets)]
+        pairs = [
+            score.prepare(query, one, room, scale=128**-0.5, stem=stem, **candidates)
+            for one, room in zip(summaries, scores, strict=True)
+        ]
+        moved, what = nbytes(summaries[0]) + nbytes(scores[0].logits), f"{pages} pages, {what}"
+        yield "score", what, moved, "memory", [pair.score.run for pair in pairs]
+        yield "weigh", what, 0, "", [pair.weigh.run for pair in pairs]
+        yield "both", what, moved, "memory", [pair.run for pair in pairs]
 
     budget = min(arguments.budget, pages // 4)
     addresses = torch.full((pages,), 16, dtype=torch.int64, device=device)

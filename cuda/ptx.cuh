@@ -113,6 +113,17 @@ DEVICE void unpack(unsigned packed, float& low, float& high) {
     }
 }
 
+// a * b + c of two pairs of 16-bit numbers, each rounded once.
+template <int DATA_TYPE>
+DEVICE unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    unsigned sum;
+    if constexpr (DATA_TYPE == DTYPE_BF16)
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    else
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 // Sum over the warp, for every lane.
 DEVICE unsigned add_over_warp(unsigned value) {
     unsigned sum;

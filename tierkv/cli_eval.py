@@ -51,9 +51,9 @@ def evaluate(args: argparse.Namespace) -> int:
         args.selectors = "" if args.codecs else usual
     if args.plot and not args.selectors:
         raise ConfigError("--plot draws selectors against budgets: add --selectors")
-    for name in _selectors(args.selectors):
-        if device.type == "cuda" and selector(name).parts > 2:
-            raise ConfigError(f"--selectors: {name} runs on the CPU only; add --device cpu")
+    for chosen in map(selector, _selectors(args.selectors)):
+        if device.type == "cuda" and chosen.parts and chosen.kernel is None:
+            raise ConfigError(f"--selectors: {chosen.name} runs on the CPU only; add --device cpu")
     on_cpu = args.dtype == "auto" and device.type == "cpu"
     dtype = "float32" if on_cpu else args.dtype  # faster there, and no rounding in the comparison
     text = _text(args.text)

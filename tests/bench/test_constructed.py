@@ -103,7 +103,7 @@ def settings(path: Path, dtype: torch.dtype, selector: str | None) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("selector", [None, "cuboid", "bound", "mean"])
+@pytest.mark.parametrize("selector", [None, "cuboid", "bound", "mean", "keys2"])
 def test_three_tiers_find_every_needle(
     selector: str | None, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ TOKENS = 32768
 
 @pytest.mark.filterwarnings("ignore:decoding without a CUDA graph")
 @pytest.mark.parametrize("store", [True, False], ids=["three tiers", "two tiers"])
-@pytest.mark.parametrize("selector", [None, "cuboid", "bound", "mean"])
+@pytest.mark.parametrize("selector", [None, "cuboid", "bound", "mean", "keys2"])
 def test_every_needle(selector: str | None, store: bool, tmp_path: Path) -> None:
     """Without a store the selective steps are CUDA graphs, with one they wait for the disk."""
     model = constructed.build(

@@ -32,6 +32,33 @@ def test_scores_equal_float64(
         select_cases.check_scores(seed, device, dtype, k_dim, group, parts)
 
 
+@pytest.mark.parametrize("page_tokens", [16, 32, 128])
+@pytest.mark.parametrize(
+    ("dtype", "k_dim", "group"),
+    [
+        (BF16, 128, 4), (BF16, 128, 7), (BF16, 64, 1), (BF16, 256, 16), (BF16, 40, 9),
+        (F16, 128, 8), (F16, 96, 3), (F16, 256, 12), (F32, 128, 4), (F32, 40, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_key_scores_equal_the_selectors(
+    dtype: torch.dtype, k_dim: int, group: int, page_tokens: int, device: torch.device
+) -> None:
+    for seed in range(6):
+        select_cases.check_key_scores(seed, device, dtype, k_dim, group, page_tokens)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+def test_scores_of_many_pages_for_few_blocks(
+    page_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every warp comes to several tiles."""
+    monkeypatch.setattr(score, "MAX_BLOCKS", 1)
+    for seed in range(12):
+        select_cases.check_scores(seed, device, BF16, 128, 4, 2)
+        select_cases.check_key_scores(seed, device, BF16, 128, 4, page_tokens)
+
+
 def test_hopeless_scores(device: torch.device) -> None:
     select_cases.check_hopeless_scores(device)
 

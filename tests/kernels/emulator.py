@@ -140,6 +140,10 @@ static T atomicAdd(T* to, T value) {
     *to += value;
     return before;
 }
+static unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
+    return static_cast<unsigned>(both << by % 32 >> 32);
+}
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static unsigned add_over_warp(unsigned value) {
@@ -248,6 +252,14 @@ template <int DATA_TYPE>
 static void unpack(unsigned packed, float& low, float& high) {
     low = widen<DATA_TYPE>(packed & 0xffff);
     high = widen<DATA_TYPE>(packed >> 16);
+}
+template <int DATA_TYPE>
+static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    float x[2], y[2], z[2];
+    unpack<DATA_TYPE>(a, x[0], x[1]);
+    unpack<DATA_TYPE>(b, y[0], y[1]);
+    unpack<DATA_TYPE>(c, z[0], z[1]);
+    return pack<DATA_TYPE>(x[0] * y[0] + z[0], x[1] * y[1] + z[1]);
 }
 
 template <int DATA_TYPE>
@@ -379,6 +391,7 @@ def compile_library(stem: str, name: str, defines: tuple[tuple[str, int], ...]) 
         command = [
             COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w",
             "-U_FORTIFY_SOURCE",  # it takes jumps between stacks for errors
+            "-fno-gnu-unique",  # or kernels share the shared memory of functions of one name
             "-o", str(library), str(folder / "main.cpp"),
             *(f"-D{key}={value}" for key, value in defines),
         ]  # fmt: skip

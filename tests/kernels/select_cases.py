@@ -14,6 +14,7 @@ from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.selection.base import LEAST
 from tierkv.selection.cuboid import Cuboid
+from tierkv.selection.keys2 import Keys2
 from tierkv.tiers.arena import split_page
 
 ABSENT = 1 << 20
@@ -30,19 +31,74 @@ def int32(value: int, device: torch.device) -> torch.Tensor:
 def check_scores(
     seed: int, device: torch.device, dtype: torch.dtype, k_dim: int, group: int, parts: int
 ) -> None:
-    """Score random candidates, everything else NaN, twice with the same launch."""
+    """Score corners or means, and compare with float64."""
     rng = random.Random(seed)
-    torch.manual_seed(seed)
-    kv_heads, capacity = rng.randint(1, 3), rng.choice([5, 70, 131])
+    kv_heads, capacity, query = scoring(seed, rng, device, dtype, k_dim, group)
     summaries = torch.randn(kv_heads, capacity, parts, k_dim, device=device)
     summaries = summaries.sort(dim=2, descending=True).values.to(dtype)  # upper, lower
+    q, kept = query.double().view(kv_heads, group, 1, k_dim), summaries[:, None].double()
+    if parts == 2:
+        want = (q.clamp_min(0) * kept[..., 0, :] + q.clamp_max(0) * kept[..., 1, :]).sum(-1)
+    else:
+        want = (q * kept[..., 0, :]).sum(-1)
+    check_scoring(rng, query, summaries, k_dim**-0.5 * want, "score", 1e-4)
+
+
+def check_key_scores(
+    seed: int, device: torch.device, dtype: torch.dtype, k_dim: int, group: int, page_tokens: int
+) -> None:
+    """Score pages by all their keys, and compare with the selector's own scores.
+
+    Channels differ in scale and place, as those of real keys do; some keys are all the same. Sums
+    of up to 16 times the products round to float32, so logits do not have all of its digits.
+    """
+    rng = random.Random(seed)
+    kv_heads, capacity, query = scoring(seed, rng, device, dtype, k_dim, group)
+    keys = torch.randn(kv_heads, capacity, page_tokens, k_dim, device=device)
+    keys = (keys + 2 * torch.randn(k_dim, device=device)) * torch.rand(k_dim, device=device)
+    keys[:, rng.randrange(capacity)] = keys[:, :1, 0]
+    selector = Keys2(page_tokens)
+    summaries = selector.summarize(keys.to(dtype))
+    want = selector.scores(query[None], summaries[None], k_dim**-0.5)[0].double()
+    check_scoring(rng, query, summaries.contiguous(), want, "score_keys", 3e-4)
+
+
+def scoring(
+    seed: int,
+    rng: random.Random,
+    device: torch.device,
+    dtype: torch.dtype,
+    k_dim: int,
+    group: int,
+) -> tuple[int, int, torch.Tensor]:
+    """Return KV heads, pages and a query."""
+    torch.manual_seed(seed)
+    kv_heads = rng.randint(1, 3)
     query = (3 * torch.randn(kv_heads * group, k_dim, device=device)).to(dtype)
+    return kv_heads, rng.choice([5, 70, 131]), query
+
+
+def check_scoring(
+    rng: random.Random,
+    query: torch.Tensor,
+    summaries: torch.Tensor,
+    want: torch.Tensor,
+    stem: str,
+    atol: float,
+) -> None:
+    """Score random candidates, everything else NaN, twice with the same launch.
+
+    want: ``[kv_heads, group, pages]`` float64, logits.
+    """
+    kv_heads, capacity, _, k_dim = summaries.shape
+    device, group = query.device, len(query) // kv_heads
     scores = score.Scores.allocate(kv_heads, group, capacity, device)
     first, recent = rng.randint(0, 3), rng.randint(0, 3)
     poisoned, sealed = torch.full_like(summaries, float("nan")), int32(0, device)
     launch = score.prepare(
-        query, poisoned, scores, sealed=sealed, first=first, recent=recent, scale=k_dim**-0.5
-    )
+        query, poisoned, scores, sealed=sealed, first=first, recent=recent, scale=k_dim**-0.5,
+        stem=stem,
+    )  # fmt: skip
     for _ in range(2):
         last = rng.randint(0, capacity)
         sealed.fill_(last + recent)
@@ -52,16 +108,9 @@ def check_scores(
             tensor.fill_(float("nan"))
         launch.run()
         seen = slice(first, max(first, last))
-        q = query.double().view(kv_heads, group, 1, k_dim)
-        kept = summaries[:, None, seen].double()
-        if parts == 2:
-            want = (q.clamp_min(0) * kept[..., 0, :] + q.clamp_max(0) * kept[..., 1, :]).sum(-1)
-        else:
-            want = (q * kept[..., 0, :]).sum(-1)
-        want *= k_dim**-0.5
         got = scores.logits.view(kv_heads, group, -1)[..., seen].double()
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-        mass = want.softmax(-1).mean(1).clamp_min(LEAST)
+        torch.testing.assert_close(got, want[..., seen], rtol=1e-5, atol=atol)
+        mass = want[..., seen].softmax(-1).mean(1).clamp_min(LEAST)
         torch.testing.assert_close(scores.mass[:, seen].double(), mass, rtol=1e-3, atol=1e-9)
 
 

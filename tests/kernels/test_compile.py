@@ -56,6 +56,16 @@ CODEC = [
     (F32, 40, 32, 16),
 ]
 """Element type, K dim, V dim, page tokens."""
+SCORE_KEYS = [
+    (BF16, 128, 4, 6),
+    (BF16, 128, 7, 4),
+    (BF16, 256, 16, 6),
+    (F16, 64, 8, 34),
+    (F32, 128, 4, 6),
+    (F32, 256, 16, 6),
+]
+"""The same, with all keys of a page for a summary."""
+GROUPS = [1, 7, 16]
 
 Defines = tuple[tuple[str, int], ...]
 
@@ -75,14 +85,16 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
         a, b, out = (build.DTYPES[dtype] for dtype in dtypes)
         sizes = (("V_DIM", v_dim), ("WIDTH", width))
         found.append(("fold", (("A_DTYPE", a), ("B_DTYPE", b), ("OUT_DTYPE", out), *sizes)))
-    for dtype, k_dim, group, parts in SCORE:
-        sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
-        found.append(("score", (("DTYPE", build.DTYPES[dtype]), *sizes)))
     affine = [codec for codec in CODECS.values() if isinstance(codec, Affine)]
     for codec, sizes in each(affine, CODEC):
         dtype, k_dim, v_dim, page_tokens = sizes
         geometry = Geometry(1, 1, k_dim, v_dim, dtype, page_tokens)
         found.append(("codec", codec.layout(geometry).defines))
+    for stem, shapes in (("score", SCORE), ("score_keys", SCORE_KEYS)):
+        for dtype, k_dim, group, parts in shapes:
+            sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
+            found.append((stem, (("DTYPE", build.DTYPES[dtype]), *sizes)))
+    found += [("weigh", (("GROUP", group),)) for group in GROUPS]
     selecting = [
         ("select", (("THREADS", threads),)) for threads in (select.THREADS, select.CHUNK_THREADS)
     ]

@@ -15,6 +15,7 @@ from tierkv.page import Geometry
 from tierkv.selection import choose
 
 CPU = torch.device("cpu")
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.fixture
@@ -38,6 +39,35 @@ def test_emulated_scores_equal_float64(
 ) -> None:
     for seed in range(2):
         select_cases.check_scores(seed, CPU, dtype, k_dim, group, parts)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("dtype", "k_dim", "group", "page_tokens"),
+    [
+        (BF16, 128, 4, 32), (BF16, 64, 8, 16), (BF16, 256, 1, 64), (BF16, 40, 12, 32),
+        (F16, 128, 7, 16), (F16, 96, 3, 32), (F16, 32, 16, 64),
+        (F32, 64, 9, 16), (F32, 128, 5, 64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_emulated_key_scores_equal_the_selectors(
+    dtype: torch.dtype, k_dim: int, group: int, page_tokens: int
+) -> None:
+    for seed in range(2):
+        select_cases.check_key_scores(seed, CPU, dtype, k_dim, group, page_tokens)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("page_tokens", [32, 64])
+def test_emulated_scores_of_many_pages_for_few_blocks(
+    page_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every warp comes to several tiles."""
+    monkeypatch.setattr(score, "MAX_BLOCKS", 1)
+    for seed in (1, 3, 11):  # 131 pages
+        select_cases.check_scores(seed, CPU, BF16, 32, 4, 2)
+        select_cases.check_key_scores(seed, CPU, BF16, 32, 4, page_tokens)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -104,12 +134,14 @@ def score_arguments(**changes: Any) -> dict[str, Any]:
         ({"query": torch.zeros(8, 32)}, "query"),
         ({"query": torch.zeros(9, 64)}, "9 query heads"),
         ({"query": torch.zeros(8, 64).half()}, "float16"),
-        ({"summaries": torch.zeros(2, 30, 3, 64)}, "1 or 2"),
+        ({"summaries": torch.zeros(2, 30, 3, 64)}, "1 or 2 parts, got 3"),
+        ({"stem": "score_keys"}, "score_keys takes 4 or 6 .* got 2"),
         ({"summaries": torch.zeros(2, 40, 2, 64)}, "40 pages"),
         ({"summaries": torch.zeros(2, 30, 2, 128)[..., :64]}, "strides"),
         ({"scores": score.Scores.allocate(2, 2, 30, CPU)}, "8 heads"),
         ({"sealed": torch.zeros(1)}, "sealed"),
         ({"first": -1}, "-1"),
+        ({"scale": 0.0}, "above 0"),
         ({"sealed": torch.zeros(1, dtype=torch.int32, device="meta")}, "meta"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

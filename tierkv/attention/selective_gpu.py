@@ -177,7 +177,10 @@ class Reader:
         candidates: dict[str, Any] = {
             "sealed": self.sealed, "first": spec.sink_pages, "recent": spec.recent_pages,
         }  # fmt: skip
-        scoring = score.prepare(query[0], state.summaries[at], scores, scale=scale, **candidates)
+        scoring = score.prepare(
+            query[0], state.summaries[at], scores, scale=scale, stem=spec.selector.kernel,
+            **candidates,
+        )  # fmt: skip
         reuse = select.ReuseCache(state.where[at], state.held[at], state.stamp[at], spec.first_slot)
         choosing = select.prepare(
             scores.mass, state.addresses[at], reuse, plan, step=self.step,

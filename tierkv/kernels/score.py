@@ -15,10 +15,14 @@ from tierkv.kernels.build import DTYPES, Launch, kernel
 from tierkv.units import round_up
 
 THREADS = 256
+WARPS, SLOTS = THREADS // 32, 3
+"""Warps of a block, and how many summaries of 32 tokens or fewer ``score_keys`` has room for."""
 TILE_PAGES = 64
 """Pages that a block scores at once."""
 WEIGH_PAGES = 4 * THREADS
 """Pages that a block weighs."""
+PARTS = {"score": (1, 2), "score_keys": (4, 6, 10, 18, 34)}
+"""Kernel -> parts of a summary that it takes; those of keys are two and one per 8 tokens."""
 MAX_GROUP = 16
 MAX_BLOCKS = 1024
 """Blocks of one KV head at most."""
@@ -70,6 +74,7 @@ def prepare(
     first: int,
     recent: int,
     scale: float,
+    stem: str = "score",
 ) -> ScoreLaunch:
     """Check the arguments of a scoring and compile its kernels.
 
@@ -79,24 +84,27 @@ def prepare(
     Args:
         query: ``[heads, k_dim]`` after the rotary embedding; head h reads KV head ``h // group``.
         summaries: ``[kv_heads, capacity, parts, k_dim]`` of the query's dtype, a KV head's dense.
-            Two parts are corners u and l: logit ``scale * (max(q, 0) . u + min(q, 0) . l)``; one is
-            a mean m: logit ``scale * q . m``.
         scores: receives logits and mass.
         sealed: ``[1]`` int32 on the device: number of sealed pages.
         first: candidates begin here, after the sinks.
         recent: last sealed pages that are no candidates.
-        scale: the attention's factor on scores.
+        scale: the attention's factor on scores, above 0.
+        stem: which kernel, `Selector.kernel`. ``score`` takes two parts for corners u and l, logit
+            ``scale * (max(q, 0) . u + min(q, 0) . l)``, and one for a mean m, logit
+            ``scale * q . m``; ``score_keys`` takes what `tierkv.selection.keys2` makes.
 
     Raises:
         ValueError: an argument does not fit; says which and how.
         KernelsUnavailableError: the kernels cannot be compiled here.
     """
-    if summaries.ndim != 4 or summaries.shape[2] not in (1, 2) or summaries.dtype not in DTYPES:
+    if summaries.ndim != 4 or summaries.dtype not in DTYPES:
         raise ValueError(
-            f"summaries must be [kv_heads, pages, 1 or 2, k_dim] of {', '.join(map(str, DTYPES))}, "
+            f"summaries must be [kv_heads, pages, parts, k_dim] of {', '.join(map(str, DTYPES))}, "
             f"got {tuple(summaries.shape)} {summaries.dtype}"
         )
     kv_heads, pages, parts, k_dim = summaries.shape
+    if parts not in PARTS[stem]:
+        raise ValueError(f"{stem} takes {' or '.join(map(str, PARTS[stem]))} parts, got {parts}")
     if query.ndim != 2 or query.shape[1] != k_dim or query.dtype != summaries.dtype:
         raise ValueError(
             f"query must be [heads, {k_dim}] {summaries.dtype}, "
@@ -117,6 +125,8 @@ def prepare(
             f"scores {tuple(scores.logits.shape)} and {tuple(scores.mass.shape)} for {heads} heads "
             f"and {pages} pages"
         )
+    if not scale > 0:
+        raise ValueError(f"the scale must be above 0, got {scale}")
     check_sealed(sealed, first, recent)
     device = query.device
     for tensor in (summaries, scores.logits, scores.mass, scores.states, sealed):
@@ -126,7 +136,10 @@ def prepare(
     defines = (
         ("DTYPE", DTYPES[query.dtype]), ("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts),
     )  # fmt: skip
-    compiled = kernel("score", "score_pages", defines, device, THREADS)
+    shared = SLOTS * WARPS * (2 + min(parts - 2, 4)) * k_dim * 2
+    if stem == "score" or query.dtype == torch.float32:
+        shared = 0
+    compiled = kernel(stem, "score_pages", defines, device, THREADS, shared)
     blocks = min(compiled.blocks_at_once // kv_heads, -(-pages // TILE_PAGES) + 1, MAX_BLOCKS)
     blocks = max(1, blocks)
     candidates = (
@@ -155,7 +168,7 @@ def prepare(
     return ScoreLaunch(
         Launch(compiled, (blocks, kv_heads, 1), score, held),
         Launch(
-            kernel("score", "weigh_pages", defines, device, THREADS),
+            kernel("weigh", "weigh_pages", (("GROUP", group),), device, THREADS),
             (-(-row // WEIGH_PAGES), kv_heads, 1), weigh, held,
         ),
     )  # fmt: skip

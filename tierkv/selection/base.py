@@ -36,6 +36,11 @@ class Selector(Protocol):
         """Vectors of `k_dim` elements in the summary of one head-page; 0: keeps none."""
         ...
 
+    @property
+    def kernel(self) -> str | None:
+        """Stem in ``cuda/`` of the kernel that gives these scores; None if there is none."""
+        ...
+
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the summaries of sealed pages, computed in float32, in the dtype of the keys.
 

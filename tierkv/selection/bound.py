@@ -17,6 +17,7 @@ class Bound:
 
     name = "bound"
     parts = 2
+    kernel = "score"
 
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the corners ``[..., (max, min), k_dim]``."""

@@ -16,6 +16,7 @@ class Cuboid:
 
     name = "cuboid"
     parts = 2
+    kernel = "score"
 
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the corners ``[..., (c + r, c - r), k_dim]``."""

@@ -42,6 +42,11 @@ class Keys2:
         """Two vectors of numbers, and the words."""
         return 2 + self.page_tokens // WORD_TOKENS
 
+    @property
+    def kernel(self) -> str:
+        """The only kernel that reads words."""
+        return "score_keys"
+
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return ``[..., (low, step, words ...), k_dim]``."""
         assert keys.shape[-2] == self.page_tokens, f"{keys.shape[-2]} tokens in a page"

@@ -17,6 +17,7 @@ class Mean:
 
     name = "mean"
     parts = 1
+    kernel = "score"
 
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the mean keys ``[..., 1, k_dim]``."""

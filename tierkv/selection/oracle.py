@@ -32,6 +32,11 @@ class Oracle:
         """One vector per token."""
         return self.page_tokens
 
+    @property
+    def kernel(self) -> None:
+        """None: on a GPU it would need room for all keys."""
+        return None
+
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return the keys themselves, not a copy."""
         tokens = keys.shape[-2]

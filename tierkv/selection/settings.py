@@ -29,7 +29,7 @@ def selective_settings(
         raise KernelsUnavailableError(
             f"attention='selective' needs the CUDA kernels: {available().reason}"
         )
-    if cuda and chosen.parts > 2:
+    if cuda and chosen.parts and chosen.kernel is None:
         raise ConfigError(f"selector {config.selector!r} runs on a CPU only: it has no kernel")
 
     def pages(tokens: int) -> int:

@@ -16,6 +16,7 @@ class Window:
 
     name = "window"
     parts = 0
+    kernel = None
 
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
         """Return an empty summary ``[..., 0, k_dim]``."""

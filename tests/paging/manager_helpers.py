@@ -22,7 +22,7 @@ from tierkv.paging.edit import crop, fork, remap
 from tierkv.paging.lookahead import Ticket
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.manager import PageManager
-from tierkv.paging.placement import STAGING_BUFFERS, Placement, staging_total
+from tierkv.paging.placement import STAGING_BUFFERS, Placement, staging_bytes
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
@@ -72,7 +72,9 @@ def make_manager(
     """
     assert store is None or staging <= transit
     each_way = transit if store is not None else 0
-    place = Placement(hot, staging, staging_total(staging, cuda=False), homes, each_way, each_way)
+    page = geometry.page_bytes
+    total = staging_bytes(staging, page, page, cuda=False)
+    place = Placement(hot, staging, total, homes, each_way, each_way)
     with mock.patch.object(Placement, "choose", return_value=place):
         manager = PageManager(
             geometry,

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from tierkv.errors import HotBudgetError, WarmBudgetError
 from tierkv.page import Geometry
-from tierkv.paging.placement import MAX_STAGING_BYTES, MAX_TRANSIT_BYTES, Placement
+from tierkv.paging.placement import (
+    MAX_STAGING_BYTES,
+    MAX_TRANSIT_BYTES,
+    Placement,
+    staging_bytes,
+)
 from tierkv.units import format_bytes
 
 GEOMETRIES = st.builds(
@@ -28,10 +33,11 @@ LLAMA_70B = Geometry(80, 8, 128, 128, torch.bfloat16, 32)
 
 def smallest(geometry: Geometry, *, cuda: bool) -> int:
     """The smallest gpu_budget that is accepted: a tail a layer and the staging pages."""
-    with pytest.raises(HotBudgetError) as failure:
+    page = geometry.page_bytes
+    need = page * geometry.layers + staging_bytes(1, page, page, cuda)
+    with pytest.raises(HotBudgetError, match=re.escape(format_bytes(need))):
         Placement.choose(geometry, gpu_budget=0, cpu_budget=0, has_cold=False, cuda=cuda)
-    copies = int(re.search(r"and (\d+) staging pages", str(failure.value))[1])  # type: ignore[index]
-    return geometry.page_bytes * (geometry.layers + copies)
+    return need
 
 
 @given(
@@ -40,35 +46,39 @@ def smallest(geometry: Geometry, *, cuda: bool) -> int:
     st.integers(0, 1 << 36),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([1, 2, 4]),
 )
 def test_budgets_are_never_exceeded(
-    geometry: Geometry, gpu_budget: int, cpu_budget: int, has_cold: bool, cuda: bool
+    geometry: Geometry, gpu_budget: int, cpu_budget: int, has_cold: bool, cuda: bool, less: int
 ) -> None:
+    """Also where pages below hot take a half or a quarter of the bytes."""
+    frame, page = geometry.frame_bytes // less, geometry.page_bytes
     try:
         place = Placement.choose(
-            geometry, gpu_budget=gpu_budget, cpu_budget=cpu_budget, has_cold=has_cold, cuda=cuda
-        )
+            geometry, gpu_budget=gpu_budget, cpu_budget=cpu_budget, has_cold=has_cold, cuda=cuda,
+            frame_bytes=frame,
+        )  # fmt: skip
     except HotBudgetError:
         assert gpu_budget < smallest(geometry, cuda=cuda)
         return
     except WarmBudgetError:
         assert has_cold
-        assert cpu_budget < 3 * geometry.frame_bytes
+        assert cpu_budget < 3 * frame
         return
     assert place.hot_bytes(geometry) <= gpu_budget
+    assert place.staging_bytes == staging_bytes(place.staging_pages, page, min(page, frame), cuda)
     assert place.hot_frames >= 1
     assert place.staging_pages >= 1
-    assert place.staging_pages * geometry.page_bytes <= max(MAX_STAGING_BYTES, geometry.page_bytes)
+    assert place.staging_pages * min(page, frame) <= max(MAX_STAGING_BYTES, page)
     warm = place.warm_homes + place.warm_inbound + place.warm_outbound
-    assert warm * geometry.frame_bytes <= cpu_budget
+    assert warm * frame <= cpu_budget
     if has_cold:
         # A fetch must fit into the inbound frames, or it could never start.
         assert 1 <= place.staging_pages <= place.warm_inbound == place.warm_outbound
-        most = max(MAX_TRANSIT_BYTES, geometry.frame_bytes)
-        assert place.warm_inbound * geometry.frame_bytes <= most
+        assert place.warm_inbound * frame <= max(MAX_TRANSIT_BYTES, frame)
     else:
         assert place.warm_inbound == place.warm_outbound == 0
-        assert place.warm_homes == cpu_budget // geometry.frame_bytes
+        assert place.warm_homes == cpu_budget // frame
 
 
 @example(LLAMA_70B, False)

@@ -95,8 +95,7 @@ class CapturedLookups:
         finally:
             state.counters.copy_(counts[0])
             state.announced.copy_(counts[1])
-            if self._reader is not None:
-                self._reader.step.add_(1)
+            state.step.add_(1)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new token of a layer to its tail. k, v: ``[1, kv_heads, 1, dim]``."""

@@ -58,7 +58,6 @@ class Reader:
     Attributes:
         sealed, tail_tokens: ``[1]`` int32, sealed pages and tokens in the tail; the same for all
             layers of a step.
-        step: ``[1]`` int32, counts steps.
     """
 
     def __init__(self, manager: PageManager, state: SelectiveState, query: torch.Tensor):
@@ -67,9 +66,7 @@ class Reader:
         self.query, self.foreseen = torch.empty(
             (2, 1, heads, geometry.k_dim), dtype=query.dtype, device=device
         )
-        self.sealed, self.tail_tokens, self.step = torch.zeros(
-            (3, 1), dtype=torch.int32, device=device
-        )
+        self.sealed, self.tail_tokens = torch.zeros((2, 1), dtype=torch.int32, device=device)
         kept, group = spec.kept_pages, heads // geometry.kv_heads
         self.scores, self.foreseen_scores = (
             score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
@@ -100,7 +97,7 @@ class Reader:
             self.sealed.fill_(sealed)
         self._sealed, self._begun = sealed, begun
         self.tail_tokens.fill_(tail_tokens)
-        self.step.add_(1)
+        self.state.step.add_(1)
         self.manager.transfer.settle()
 
     def attend(
@@ -183,7 +180,7 @@ class Reader:
         )  # fmt: skip
         reuse = select.ReuseCache(state.where[at], state.held[at], state.stamp[at], spec.first_slot)
         choosing = select.prepare(
-            scores.mass, state.addresses[at], reuse, plan, step=self.step,
+            scores.mass, state.addresses[at], reuse, plan, step=state.step,
             page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
             **candidates,
         )  # fmt: skip

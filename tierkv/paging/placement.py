@@ -27,13 +27,13 @@ class Placement:
     Attributes:
         hot_frames: frames of each layer on the compute device.
         staging_pages: pages one staging buffer holds.
-        staging_total: pages of all staging buffers together.
+        staging_bytes: device bytes of all staging memory.
         warm_homes, warm_inbound, warm_outbound: warm frames by use.
     """
 
     hot_frames: int
     staging_pages: int
-    staging_total: int
+    staging_bytes: int
     warm_homes: int
     warm_inbound: int
     warm_outbound: int
@@ -64,29 +64,30 @@ class Placement:
             WarmBudgetError: `cpu_budget` holds too few frames to pass pages to and from disk.
         """
         page, frame_bytes = geometry.page_bytes, frame_bytes or geometry.frame_bytes
-        staging = _staging_pages(geometry, gpu_budget, cuda)
-        total = staging_total(staging, cuda)
+        moved = min(page, frame_bytes)  # of a page, encoded or not
+        staging = _staging_pages(geometry, moved, gpu_budget, cuda)
+        total = staging_bytes(staging, page, moved, cuda)
         selecting = _selecting(geometry, selective)
         fixed = selecting * selective.state_bytes(geometry) if selective is not None else 0
         dense = geometry.layers - selecting
-        rest = gpu_budget - total * page - fixed
+        rest = gpu_budget - total - fixed
         hot = rest // (page * dense) if dense else min(rest + 1, 1)
         if hot < 1 and selective is not None:
             raise HotBudgetError(
                 f"gpu_budget is {format_bytes(gpu_budget)}; selective attention takes "
                 f"{format_bytes(fixed)} for {selecting} layers (reuse cache of {selective.slots} "
-                f"pages, summaries of {selective.max_pages} pages) and {total} staging pages "
-                f"{format_bytes(total * page)}: raise gpu_budget by "
+                f"pages, summaries of {selective.max_pages} pages) and staging memory "
+                f"{format_bytes(total)}: raise gpu_budget by "
                 f"{format_bytes(max(page * dense - rest, 1))}, or lower token_budget or max_context"
             )
         if selective is not None and selecting:  # an exact layer never has more pages than that
             hot = min(hot, selective.max_pages + 1)
         if hot < 1:
-            need = page * (geometry.layers + total)
+            need = page * geometry.layers + total
             raise HotBudgetError(
                 f"gpu_budget is {format_bytes(gpu_budget)}; {geometry.layers} layers need a tail "
-                f"page each and {total} staging pages of {format_bytes(page)}: at least "
-                f"{format_bytes(need)} (raise gpu_budget or lower page_tokens)"
+                f"page of {format_bytes(page)} each and {format_bytes(total)} for staging: at "
+                f"least {format_bytes(need)} (raise gpu_budget or lower page_tokens)"
             )
         warm = cpu_budget // frame_bytes
         if not has_cold:
@@ -98,39 +99,39 @@ class Placement:
             )
         transit = max(1, min(warm // 8, MAX_TRANSIT_BYTES // frame_bytes))
         staging = min(staging, transit)
-        total = staging_total(staging, cuda)
+        total = staging_bytes(staging, page, moved, cuda)
         return cls(hot, staging, total, warm - 2 * transit, transit, transit)
 
     def hot_bytes(self, geometry: Geometry) -> int:
         """Device bytes this placement takes."""
-        pages = self.hot_frames * geometry.layers + self.staging_total
-        return pages * geometry.page_bytes
+        return self.hot_frames * geometry.layers * geometry.page_bytes + self.staging_bytes
 
 
 def _selecting(geometry: Geometry, selective: Selective | None) -> int:
     return 0 if selective is None else sum(map(selective.selects, range(geometry.layers)))
 
 
-def _staging_pages(geometry: Geometry, gpu_budget: int, cuda: bool) -> int:
-    """Return the pages of a staging buffer."""
+def _staging_pages(geometry: Geometry, moved: int, gpu_budget: int, cuda: bool) -> int:
+    """Return the pages of a staging buffer. moved: bytes that cross the link for a page."""
     page = geometry.page_bytes
-    most = min(gpu_budget // 8 // page, gpu_budget // page - geometry.layers)
-    staging = 2 * most // (9 if cuda else 5)  # staging_total is 9/2 or 5/2 of it
-    staging = max(min(staging, MAX_STAGING_BYTES // page), 1)
-    while staging > 1 and staging_total(staging, cuda) > most:
+    most = min(gpu_budget // 8, gpu_budget - geometry.layers * page)
+    staging = max(most // (staging_bytes(2, page, moved, cuda) // 2), 1)
+    staging = max(min(staging, MAX_STAGING_BYTES // moved), 1)
+    while staging > 1 and staging_bytes(staging, page, moved, cuda) > most:
         staging -= 1
     if staging > EVEN_STAGING_PAGES:
         staging -= staging % EVEN_STAGING_PAGES
     return staging
 
 
-def staging_total(staging_pages: int, cuda: bool) -> int:
-    """Return the pages of all staging memory for staging buffers of so many pages each.
+def staging_bytes(staging_pages: int, page: int, moved: int, cuda: bool) -> int:
+    """Return the bytes of all staging memory for staging buffers of so many pages each.
 
-    The buffers, and half of one for what batches gather. On CUDA also the arena that staged
-    frames are laid out in and two buffers of half the size for pages on their way down.
+    Buffers of pages on the way up, as they cross the link (`moved` bytes each), and half of one,
+    of whole pages, for what batches gather. On CUDA also the arena that staged frames are laid out
+    in, and two buffers of half the size for pages on their way down.
     """
     half = -(-staging_pages // 2)
     if cuda:
-        return (STAGING_BUFFERS + 1) * staging_pages + (1 + STAGING_BUFFERS) * half
-    return STAGING_BUFFERS * staging_pages + half
+        return STAGING_BUFFERS * (staging_pages + half) * moved + (staging_pages + half) * page
+    return (STAGING_BUFFERS * staging_pages + half) * page

@@ -100,6 +100,7 @@ class SelectiveState:
         where: ``[s, kv_heads, max_pages]`` int32, frame of each page in the reuse cache, or -1.
         held, stamp: ``[s, kv_heads, slots]`` int32, page in each slot, and the step that last
             chose it.
+        step: ``[1]`` int32, counts steps; stamps are of its kind.
         counters: ``[kv_heads, 4]`` int64, chosen head-pages that were in the reuse cache, that had
             to be fetched, and that were on disk; and of the first those foreseen in their step.
         announced: the same of the choices made ahead of their layer.
@@ -119,6 +120,7 @@ class SelectiveState:
         self.where = torch.full((layers, heads, mapped), NONE, **integers)
         self.held = torch.full((layers, heads, spec.slots), NONE, **integers)
         self.stamp = torch.zeros_like(self.held)
+        self.step = torch.zeros(1, **integers)
         self.counters, self.announced = torch.zeros((2, heads, 4), dtype=torch.int64, device=device)
         self.away = 0
         self.owner: Sequences | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tierkv.codecs import RAW, Codec, encoded_bytes
@@ -57,14 +59,20 @@ class FrameFormat:
 
     def read(self, frames: torch.Tensor, arena: Arena, first: int) -> None:
         """Decode frames ``[n, frame_bytes]`` into an arena from frame `first` on."""
+        self.prepare_read(frames, arena, first)()
+
+    def prepare_read(self, frames: torch.Tensor, arena: Arena, first: int) -> Callable[[], None]:
+        """Return what decodes frames into an arena, as often as it is called."""
         stop = first + len(frames)
+        into = arena.k_frames[:, first:stop], arena.v_frames[:, first:stop]
         if self._layout is not None and self._on_gpu(frames):
-            into = PagedKV(arena.k_frames[:, first:stop], arena.v_frames[:, first:stop])
-            kernels.prepare_decode(self._layout, frames, into).run()
-            return
-        k, v = self.pages(frames)
-        arena.k_frames[:, first:stop].copy_(k)
-        arena.v_frames[:, first:stop].copy_(v)
+            return kernels.prepare_decode(self._layout, frames, PagedKV(*into)).run
+
+        def read() -> None:
+            for frame, page in zip(into, self.pages(frames), strict=True):
+                frame.copy_(page)
+
+        return read
 
     def _on_gpu(self, frames: torch.Tensor) -> bool:
         """Whether our kernels encode and decode these frames; else the reference does."""

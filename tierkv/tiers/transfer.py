@@ -33,6 +33,10 @@ MIN_COPY_BYTES = 512 << 10
 a copy takes as long as moving that much."""
 
 
+PREPARED_READS = 512
+"""Prepared layouts of staging buffers that are kept; most blocks fill a buffer."""
+
+
 class Span(NamedTuple):
     """Neighbouring warm frames that go to neighbouring staging slots in one copy."""
 
@@ -107,6 +111,7 @@ class Transfer:
                 torch.empty((*shape, warm.frame_bytes), dtype=torch.uint8, device=device)
                 for shape in (up, down)
             )
+            self._reads: dict[tuple[int, int, int], Callable[[], None]] = {}
             self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
@@ -195,13 +200,23 @@ class Transfer:
         else:
             arena = self.staging[0]
             for first, stop in _joined(spans):
-                self.format.read(self._up_raw[buffer, first:stop], arena, first)
+                self._prepared_read(buffer, first, stop)()
             self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
             slots, k, v = hot
             arena.k_frames.index_copy_(1, slots, k)
             arena.v_frames.index_copy_(1, slots, v)
         return arena, self.cuda
+
+    def _prepared_read(self, buffer: int, first: int, stop: int) -> Callable[[], None]:
+        """Return what lays out part of a staging buffer; the host is slow to check it anew."""
+        key = buffer, first, stop
+        if key not in self._reads:
+            if len(self._reads) == PREPARED_READS:
+                self._reads.clear()
+            frames = self._up_raw[buffer, first:stop]
+            self._reads[key] = self.format.prepare_read(frames, self.staging[0], first)
+        return self._reads[key]
 
     # -- downwards -------------------------------------------------------------------------
 

@@ -178,36 +178,13 @@ DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take
     return static_cast<int>(total.count + min(total.mass, cut.ties));
 }
 
-// Of each run of `chunk` candidates the `budget` of largest mass, so that choosing has less to look
-// at: what is chosen of all is among what is chosen of each run. One block per run and KV head.
-// -> keys, pages [runs * budget] per KV head: ascending pages with their keys, then key 0.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-shortlist_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
-                int recent, int chunk, int budget, unsigned* keys, int* pages) {
-    __shared__ Scratch scratch;
-    const int begin = first + blockIdx.x * chunk;
-    const int last = max(first, min(*sealed - recent, capacity));
-    const int n = max(0, min(chunk, last - begin));
-    mass += static_cast<long long>(blockIdx.y) * mass_pages + begin;
-    const long long out = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * budget;
-    keys += out;
-    pages += out;
-    auto key_of = [&](int i) { return mass[i] > 0.f ? __float_as_uint(mass[i]) : 0u; };
-    const Cut best = find_cut(n, budget, 0, scratch, key_of);
-    const int taken = take_in_order(n, best, scratch, key_of, [&](int rank, int i) {
-        keys[rank] = key_of(i);
-        pages[rank] = begin + i;
-    });
-    for (int i = taken + threadIdx.x; i < budget; i += THREADS) keys[i] = 0;
-}
-
 constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 
 // The rules, per KV head; the rows of KV heads follow each other. The first `cached` keys are kept
 // in shared memory.
 //
-// Choose: of candidates [first, last), last = min(*sealed - recent, capacity), or, if `listed`
-// is not 0, of so many pages `listed_pages` with their masses in `mass`, those of largest mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
+// Choose: of candidates [first, last), last = min(*sealed - recent, capacity), those of largest
+// mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
 // 0; of equal ones those of lower index. Mass 0 or NaN is never chosen.
 // -> selected [budget], ascending, -1 past chosen_count.
 //
@@ -220,11 +197,11 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // are no slots are the caller's: never evicted.
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
-//    misses; missing, missing_count; stats [4] += hits, misses, missing, hits in slots stamped *step
-//    already.
+//    misses; missing, missing_count; stats [4] += hits, misses, missing, and hits
+//    in slots stamped *step already.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
-             int recent, const int* listed_pages, int listed, int cached, int budget, unsigned long long share,
+             int recent, int cached, int budget, unsigned long long share,
              const long long* addresses, int* where, int* held, int* stamp, int slots,
              int first_frame, const int* step, int* selected, int* chosen_count, int* table,
              int table_pages, int table_offset, int page_tokens, int* count, int* tokens,
@@ -249,12 +226,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_frames += head * budget;
     missing += head * budget;
 
-    if (listed) {  // a key is the bits of a mass
-        mass -= first;
-        listed_pages += head * listed;
-    }
-
-    const int n = listed ? listed : max(0, min(*sealed - recent, capacity) - first);
+    const int n = max(0, min(*sealed - recent, capacity) - first);
     auto read_key = [&](int i) { return mass[i] > 0.f ? __float_as_uint(mass[i]) : 0u; };
 #pragma unroll 4
     for (int i = threadIdx.x; i < min(n, cached); i += THREADS) keys[i] = read_key(i);
@@ -262,9 +234,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     auto mass_key = [&](int i) { return i < cached ? keys[i] : read_key(i); };
     const Cut best = find_cut(n, budget, share, scratch, mass_key);
     const int chosen = take_in_order(n, best, scratch, mass_key,
-                                     [&](int rank, int i) {
-                                         pages[rank] = listed ? listed_pages[i] : first + i;
-                                     });
+                                     [&](int rank, int i) { pages[rank] = first + i; });
 
     const int now = *step;
     if (threadIdx.x == 0) again = 0;

@@ -91,14 +91,6 @@ def test_emulated_pipeline_attends_to_what_was_chosen() -> None:
     select_cases.check_pipeline(CPU, geometry, pages=40, budget=5, steps=3)
 
 
-@pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("budget", [1, 8])
-def test_shortlists_change_no_choice(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "CHUNK_PAGES", 32)
-    for seed in range(6):
-        select_cases.check_plans(seed, CPU, budget=budget, steps=4)
-
-
 def test_the_rules_are_those_of_the_selectors() -> None:
     """The plain rules that the kernel is compared with equal `selection.choose`."""
     import random

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tierkv.kernels import decode, score, select
-from tierkv.kernels.build import Chain, Launch
+from tierkv.kernels.build import Launch
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
 from tierkv.paging.headpages import open_pages
@@ -42,7 +42,7 @@ class Choosing:
     """Launches that bring the pages a query chooses into frames."""
 
     score: score.ScoreLaunch
-    select: Chain
+    select: Launch
     fetch: Launch
 
     def run(self) -> None:

@@ -138,18 +138,6 @@ class Launch:
             self.kernel.launch(self.grid, self.arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Launches that follow each other."""
-
-    launches: tuple[Launch, ...]
-
-    def run(self) -> None:
-        """Enqueue all of them; see `Launch.run`."""
-        for launch in self.launches:
-            launch.run()
-
-
 @functools.cache
 def shared_memory(device: torch.device) -> tuple[int, int]:
     """Return the largest shared memory of a block, and that of a multiprocessor, in bytes."""

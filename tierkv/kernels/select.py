@@ -16,14 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierkv.kernels.build import Chain, Launch, kernel, shared_memory
+from tierkv.kernels.build import Launch, kernel, shared_memory
 from tierkv.kernels.gather import Fetches
 from tierkv.kernels.score import check_sealed
 
 THREADS = 1024
-CHUNK_PAGES, CHUNK_THREADS = 2048, 256
-"""Of runs of so many candidates a shortlist is made, by blocks of so many threads, where one block
-per KV head would look at many such runs. 32,768 pages took it 46 us of a layer's 460."""
 STATIC_SHARED_BYTES = 17 << 10
 """At least the shared memory that ``cuda/select.cu`` takes for itself."""
 
@@ -134,8 +131,8 @@ def prepare(
     step: torch.Tensor,
     page_tokens: int,
     mass_target: float | None = None,
-) -> Chain:
-    """Check the arguments of a choice and compile its kernels. ``cuda/select.cu`` has the rules.
+) -> Launch:
+    """Check the arguments of a choice and compile its kernel. ``cuda/select.cu`` has the rules.
 
     Candidates are pages `first` up to ``min(sealed - recent, capacity)``. Those of largest mass are
     chosen, at most the plan's budget; of equal ones those of lower index; never one of mass 0.
@@ -188,12 +185,7 @@ def prepare(
     most = shared_memory(device)[0] - STATIC_SHARED_BYTES - 4 * (slots + 3 * budget)
     if most < 0:
         raise ValueError(f"{slots} slots and a budget of {budget} pages exceed shared memory")
-    candidates = (np.int64(sealed.data_ptr()), np.int32(first), np.int32(recent))
-    listing, pages, listed = None, np.int64(0), 0
-    if mass_target is None and capacity > 4 * CHUNK_PAGES and 4 * budget <= CHUNK_PAGES:
-        listing, mass, listed_pages = _shortlist(mass, capacity, candidates, first, budget)
-        pages, listed = np.int64(listed_pages.data_ptr()), mass.shape[1]
-    cached = min(listed or capacity, most // 4)
+    cached = min(capacity, most // 4)
     shared = 4 * (slots + 3 * budget + cached)
     compiled = kernel("select", "choose_pages", (("THREADS", THREADS),), device, THREADS, shared)
     share = 0 if mass_target is None else -(-int(mass_target * (1 << 52)) // (1 << 20))
@@ -201,9 +193,9 @@ def prepare(
         np.int64(mass.data_ptr()),
         np.int32(mass.shape[1]),
         np.int32(capacity),
-        *candidates,
-        pages,
-        np.int32(listed),
+        np.int64(sealed.data_ptr()),
+        np.int32(first),
+        np.int32(recent),
         np.int32(cached),
         np.int32(budget),
         np.int64(max(share, 0 if mass_target is None else 1)),
@@ -218,32 +210,4 @@ def prepare(
         np.int32(page_tokens),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
     )
-    choosing = Launch(compiled, (kv_heads, 1, 1), arguments, held)
-    return Chain((choosing,) if listing is None else (listing, choosing))
-
-
-def _shortlist(
-    mass: torch.Tensor,
-    capacity: int,
-    candidates: tuple[np.int64, np.int32, np.int32],
-    first: int,
-    budget: int,
-) -> tuple[Launch, torch.Tensor, torch.Tensor]:
-    """Return what makes a shortlist, and its masses and pages, ``[kv_heads, listed]``."""
-    runs = -(-max(capacity - first, 1) // CHUNK_PAGES)
-    listed = torch.zeros((len(mass), runs * budget), dtype=torch.float32, device=mass.device)
-    pages = torch.zeros_like(listed, dtype=torch.int32)
-    threads = min(CHUNK_THREADS, THREADS)
-    compiled = kernel("select", "shortlist_pages", (("THREADS", threads),), mass.device, threads)
-    arguments = (
-        np.int64(mass.data_ptr()),
-        np.int32(mass.shape[1]),
-        np.int32(capacity),
-        *candidates,
-        np.int32(CHUNK_PAGES),
-        np.int32(budget),
-        np.int64(listed.data_ptr()),
-        np.int64(pages.data_ptr()),
-    )
-    launch = Launch(compiled, (runs, len(mass), 1), arguments, (mass, listed, pages))
-    return launch, listed, pages
+    return Launch(compiled, (kv_heads, 1, 1), arguments, held)

@@ -167,7 +167,6 @@ def machine(commit: str | None) -> dict[str, Any]:
         **versions,
         "commit": commit or _commit(),
         "command": _command(),
-        "argv": sys.argv,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

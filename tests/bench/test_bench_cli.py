@@ -68,7 +68,7 @@ def test_smoke(bench: Bench, tmp_path: Path) -> None:
     assert {row["system"] for row in found["skipped"]} == {OFFLOADED}
     assert found["checks"][0]["ok"]
     assert found["machine"]["commit"] == "abc123"
-    for name in ("gpu", "cpus", "torch", "transformers", "command", "argv"):
+    for name in ("gpu", "cpus", "torch", "transformers", "command"):
         assert found["machine"][name] is not None
     for text in ("measured ceiling: host to device", "random weights", "tierkv 1/8 hot",
                  "exact raw", "skipped tiny 1024"):  # fmt: skip

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tierkv.codecs import RAW
 from tierkv.kernels import decode
 from tierkv.kernels.build import available
 from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
-from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.arena import Arena
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROTATE_BYTES = 2 << 30
@@ -160,7 +161,7 @@ def measure(
     ]
     for raw in raws:
         raw.view(geometry.dtype).normal_()
-    stores = [decode.PagedKV(*split_page(raw, geometry)) for raw in raws]
+    stores = [decode.PagedKV(*RAW.decode(geometry, raw)) for raw in raws]
     splits, calls = ours(stores, None)
     add("staged", splits, calls)
     return rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tierkv.errors import ConfigError
-from tierkv.page import SECTOR, Geometry, PageKey
+from tierkv.page import SECTOR, Geometry
 
 LLAMA = Geometry(layers=32, kv_heads=8, k_dim=128, v_dim=128, dtype=torch.bfloat16)
 
@@ -64,8 +64,3 @@ def test_geometry_is_a_value() -> None:
     assert hash(dataclasses.replace(LLAMA)) == hash(LLAMA)
     with pytest.raises(dataclasses.FrozenInstanceError):
         LLAMA.layers = 1  # type: ignore[misc]
-
-
-def test_page_key_orders_by_layer() -> None:
-    assert PageKey(0, 9) < PageKey(1, 0)
-    assert PageKey(1, 2) == (1, 2)

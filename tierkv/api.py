@@ -29,7 +29,7 @@ from tierkv.hf.generation import (
     replayed,
     setting,
 )
-from tierkv.hf.geometry import model_geometry
+from tierkv.hf.geometry import model_geometry, stores_latents
 from tierkv.hf.graph import decode_graph
 from tierkv.page import Geometry
 from tierkv.paging import manifest
@@ -59,7 +59,7 @@ class TieredModel:
         self._last_report: dict[str, Any] | None = None
         self._closed = False
         text = hf_model.config.get_text_config(decoder=True)
-        self._latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
+        self._latents = stores_latents(hf_model)
         geometry = model_geometry(text, hf_model.dtype, config.page_tokens, latents=self._latents)
         device = compute_device(hf_model)
         former = attach(hf_model)

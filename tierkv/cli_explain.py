@@ -17,7 +17,7 @@ from tierkv.errors import ConfigError, UnsupportedModelError
 from tierkv.hf import loading
 from tierkv.hf.attach import attach, detach
 from tierkv.hf.fingerprint import fingerprint
-from tierkv.hf.geometry import model_geometry
+from tierkv.hf.geometry import model_geometry, stores_latents
 from tierkv.paging.explain import Explanation, Prompt, explain
 from tierkv.paging.keys import Tokens, root_key
 from tierkv.tiers.frame_format import FrameFormat
@@ -59,7 +59,7 @@ def _prompt(hf_model: Any, tokenizer: Any, text: str, settings: Settings) -> Pro
         geometry = model_geometry(
             hf_model.config.get_text_config(decoder=True), hf_model.dtype,
             settings.tiers.page_tokens,
-            latents=any(hasattr(module, "expand_kv") for module in hf_model.modules()),
+            latents=stores_latents(hf_model),
         )  # fmt: skip
         if geometry is None:
             raise UnsupportedModelError(f"{type(hf_model).__name__} keeps nothing in pages")

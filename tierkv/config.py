@@ -89,8 +89,8 @@ class Config:
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
-            that pages are copied before they are asked for; 0 for none. Scoring twice costs about
-            what it saves where the link is fast (PCIe 5); it pays on slower ones.
+            that pages are copied before they are asked for; 0 for none. On an H200 scoring
+            twice cost what it saved; slower links were not measured.
         compile: run the model's own layers through `torch.compile` in such steps; takes up to a
             minute once.
 

@@ -1,4 +1,4 @@
-"""The vocabulary of pages: what one holds, how many bytes it takes, and how it is named.
+"""The vocabulary of pages: what one holds, and how many bytes it takes.
 
 A page is `page_tokens` consecutive tokens of one sequence in one layer: K and V of every KV
 head. Its bytes, in warm and cold, are ``[kv_heads, K: page_tokens x k_dim | V: page_tokens x
@@ -8,7 +8,6 @@ v_dim]``, so that a head-page is one contiguous run and a page is one too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -17,13 +16,6 @@ from tierkv.units import round_up
 
 SECTOR = 4096
 """Bytes to which frames are aligned, so that O_DIRECT can read straight into them."""
-
-
-class PageKey(NamedTuple):
-    """A page's name inside one process: which layer, which logical block."""
-
-    layer: int
-    block: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ import torch
 
 from tests.kernels import gather_cases
 from tests.kernels.gather_cases import Problem, bits
+from tierkv.codecs import RAW
 from tierkv.kernels import gather
 from tierkv.kernels.build import available
 from tierkv.kernels.decode import PagedKV
 from tierkv.page import Geometry
-from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.arena import Arena
 from tierkv.tiers.warm import WarmTier
 
 GEOMETRY = Geometry(1, 8, 128, 128, torch.bfloat16)
@@ -103,7 +104,7 @@ def test_runs_on_the_callers_stream(device: torch.device) -> None:
         problem.pages.k.fill_(3.0)
         launch.run()
     stream.synchronize()
-    assert bool((split_page(problem.host, GEOMETRY)[0] == 3.0).all())
+    assert bool((RAW.decode(GEOMETRY, problem.host)[0] == 3.0).all())
 
 
 def test_warm_memory_is_mapped(device: torch.device) -> None:
@@ -125,7 +126,7 @@ def test_warm_memory_is_mapped(device: torch.device) -> None:
         for frame, span in enumerate(spans):
             held = 20 + frame if frame < 20 else frame
             for on_host, on_device in zip(
-                split_page(span, GEOMETRY), (frames.k, frames.v), strict=True
+                RAW.decode(GEOMETRY, span), (frames.k, frames.v), strict=True
             ):
                 assert torch.equal(bits(on_host[:, 0]), bits(on_device[:, held].cpu())), frame
     finally:
@@ -146,6 +147,6 @@ def test_frames_past_2_to_the_32_elements(device: torch.device) -> None:
     slots = torch.tensor([frames - 1, 0], device=device)
     gather.prepare(addresses, PagedKV(arena.k_frames, arena.v_frames), slots=slots).run()
     for on_host, on_device in zip(
-        split_page(host, geometry), (arena.k_frames, arena.v_frames), strict=True
+        RAW.decode(geometry, host), (arena.k_frames, arena.v_frames), strict=True
     ):
         assert torch.equal(bits(on_device[:, slots].cpu()), bits(on_host))

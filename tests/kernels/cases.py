@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from tierkv.attention import reference
+from tierkv.codecs import RAW
 from tierkv.kernels import decode
 from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
-from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.arena import Arena
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest error of an output, ``|out - exact| / |exact|`` over the whole tensor. The 16-bit types
@@ -149,7 +150,7 @@ def _launch(
         arena.v.fill_(float("nan"))
     else:
         raw = torch.full((total, geometry.frame_bytes), 255, dtype=torch.uint8, device=device)
-        k_frames, v_frames = split_page(raw, geometry)
+        k_frames, v_frames = RAW.decode(geometry, raw)
     arguments: dict[str, object] = {}
     heads = case.kv_heads if case.per_head else 1
     if case.per_head or rng.random() < 0.6:

@@ -6,10 +6,11 @@ import random
 
 import torch
 
+from tierkv.codecs import RAW
 from tierkv.kernels import gather
 from tierkv.kernels.decode import PagedKV
 from tierkv.page import Geometry
-from tierkv.tiers.arena import Arena, split_page
+from tierkv.tiers.arena import Arena
 
 BITS = {2: torch.int16, 4: torch.int32}
 GEOMETRIES = [
@@ -40,7 +41,7 @@ class Problem:
             raw = torch.empty(
                 (self.frames, geometry.frame_bytes), dtype=torch.uint8, device=device
             ).random_()
-            self.pages = PagedKV(*split_page(raw, geometry))
+            self.pages = PagedKV(*RAW.decode(geometry, raw))
 
     def address_of(self, frames: list[int]) -> torch.Tensor:
         """Return the addresses of host frames; of frame -1, 0."""
@@ -55,7 +56,7 @@ class Problem:
 
     def host_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """View the host frames as bits of K and V, ``[kv_heads, n, page_tokens, dim]``."""
-        k, v = split_page(self.host, self.geometry)
+        k, v = RAW.decode(self.geometry, self.host)
         return bits(k), bits(v)
 
     def device_pages(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +83,7 @@ def check_pages(seed: int, geometry: Geometry, device: torch.device, *, to_host:
     if rng.random() < 0.3:
         slots, table = list(range(count)), None
     want_host, want = problem.host.clone(), problem.device_pages()
-    host_side = split_page(want_host, geometry)
+    host_side = RAW.decode(geometry, want_host)
     for page, slot in zip(sources, slots, strict=True):
         for on_host, on_device in zip(host_side, want, strict=True):
             if page >= 0 and to_host:

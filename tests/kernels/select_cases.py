@@ -9,13 +9,13 @@ import torch
 
 from tests.kernels.gather_cases import Problem
 from tierkv.attention import reference
+from tierkv.codecs import RAW
 from tierkv.kernels import decode, gather, score, select
 from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.selection.base import LEAST
 from tierkv.selection.cuboid import Cuboid
 from tierkv.selection.keys2 import Keys2
-from tierkv.tiers.arena import split_page
 
 ABSENT = 1 << 20
 """What entries past a count hold in these tests."""
@@ -292,7 +292,7 @@ def check_pipeline(
     problem = Problem(0, geometry, device, host_frames=pages)
     heads, size = geometry.kv_heads, geometry.page_tokens
     torch.manual_seed(0)
-    k, v = split_page(problem.host, geometry)
+    k, v = RAW.decode(geometry, problem.host)
     for tensor in (k, v):
         tensor.copy_(torch.randn(tensor.shape))
     k, v = (tensor.to(device) for tensor in (k, v))  # [kv_heads, pages, page_tokens, dim]

@@ -68,17 +68,10 @@ class Reader:
         )
         self.sealed, self.tail_tokens = torch.zeros((2, 1), dtype=torch.int32, device=device)
         kept, group = spec.kept_pages, heads // geometry.kv_heads
-        self.scores, self.foreseen_scores = (
-            score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
-            for _ in range(2)
-        )
-        self.plan, self.foreseen_plan = (
-            replace(
-                select.Plan.allocate(geometry.kv_heads, max(spec.budget_pages, 1), device, kept),
-                stats=stats,
-            )
-            for stats in (state.counters, state.announced)
-        )
+        self.scores = score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
+        self.plan = self._allocate_plan(state.counters)
+        self.foreseen_scores: score.Scores | None = None  # until something is announced
+        self.foreseen_plan: select.Plan | None = None
         self.plan.tokens.fill_(kept * geometry.page_tokens)  # stays so if nothing is chosen
         slots = MAX_SPLITS + 1
         self.partials = Partials.allocate(slots, 1, heads, geometry.v_dim, device)
@@ -138,12 +131,21 @@ class Reader:
         """
         if not self.state.spec.budget_pages:
             return
+        if self.foreseen_scores is None or self.foreseen_plan is None:
+            made = (self.scores.logits, self.scores.mass, self.scores.states)
+            self.foreseen_scores = score.Scores(*map(torch.empty_like, made))
+            self.foreseen_plan = self._allocate_plan(self.state.announced)
         if layer not in self._announcing:
             self._announcing[layer] = self._choosing(
                 layer, self.foreseen, self.foreseen_scores, self.foreseen_plan, scale
             )
         self.foreseen.copy_(query[:, :, 0])
         self._announcing[layer].run()
+
+    def _allocate_plan(self, stats: torch.Tensor) -> select.Plan:
+        spec, heads = self.state.spec, self.manager.geometry.kv_heads
+        budget, kept = max(spec.budget_pages, 1), spec.kept_pages
+        return replace(select.Plan.allocate(heads, budget, self.query.device, kept), stats=stats)
 
     def _prepare(self, layer: int, scale: float, softcap: float | None) -> LayerLaunches:
         plan, arena = self.plan, self.manager.hot.arenas[layer]

@@ -22,6 +22,11 @@ def stock_layers(config: PreTrainedConfig) -> list[Any]:
     return list(DynamicCache(config=config).layers)
 
 
+def stores_latents(hf_model: Any) -> bool:
+    """Whether a model caches latents from which its attention makes keys and values (MLA)."""
+    return any(hasattr(module, "expand_kv") for module in hf_model.modules())
+
+
 def tiered_layers(config: PreTrainedConfig) -> list[int]:
     """Return the indices of full-attention layers, whose KV grows without bound.
 

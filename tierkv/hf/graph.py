@@ -16,6 +16,7 @@ from tierkv.config import Config
 from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.cache import TierCache
+from tierkv.hf.geometry import stores_latents
 from tierkv.hf.step import running
 from tierkv.hf.upcoming import Upcoming
 from tierkv.kernels import decode
@@ -138,9 +139,12 @@ def decode_graph(
     if not wanted or manager is None or manager.device.type != "cuda" or tier_cache.tiered_in_part:
         return None
     text, device = hf_model.config.get_text_config(decoder=True), manager.device
-    latents = any(hasattr(module, "expand_kv") for module in hf_model.modules())
     heads = text.num_attention_heads
-    if latents or not available() or not decode.supports(manager.geometry, heads, device):
+    if (
+        stores_latents(hf_model)
+        or not available()
+        or not decode.supports(manager.geometry, heads, device)
+    ):
         return None
     if tier_cache.graph is None:
         most = max(config.max_context or text.max_position_embeddings, tokens)

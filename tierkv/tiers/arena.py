@@ -57,11 +57,6 @@ class Arena:
         self.k[:, slot:stop].copy_(k)
         self.v[:, slot:stop].copy_(v)
 
-    def scatter_tokens(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write tokens to any slots. slots: ``[tokens]``; k, v: ``[kv_heads, tokens, dim]``."""
-        self.k.index_copy_(1, slots, k)
-        self.v.index_copy_(1, slots, v)
-
     def span(self, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """View `tokens` tokens from frame `start` on as ``[1, kv_heads, tokens, dim]``."""
         first = start * self.page_tokens
@@ -89,17 +84,3 @@ class Arena:
             return self.k_frames[:, first : first + count], self.v_frames[:, first : first + count]
         index = torch.as_tensor(frames, device=self.k.device)
         return self.k_frames.index_select(1, index), self.v_frames.index_select(1, index)
-
-
-def split_page(raw: torch.Tensor, geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
-    """View frames as K and V pages.
-
-    raw: ``[n, frame_bytes]`` uint8, each frame ``[kv_heads, K | V]``.
-    Returns ``[kv_heads, n, page_tokens, k_dim]`` and ``[kv_heads, n, page_tokens, v_dim]`` views.
-    """
-    tokens, k_elements = geometry.page_tokens, geometry.page_tokens * geometry.k_dim
-    pages = raw[:, : geometry.page_bytes].view(geometry.dtype)
-    heads = pages.unflatten(1, (geometry.kv_heads, geometry.head_page_elements)).transpose(0, 1)
-    k = heads[..., :k_elements].unflatten(-1, (tokens, geometry.k_dim))
-    v = heads[..., k_elements:].unflatten(-1, (tokens, geometry.v_dim))
-    return k, v

@@ -131,6 +131,13 @@ DEVICE unsigned add_over_warp(unsigned value) {
     return sum;
 }
 
+// Bits set in any lane, for every lane.
+DEVICE unsigned or_over_warp(unsigned value) {
+    unsigned all;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(all) : "r"(value));
+    return all;
+}
+
 // 2^x within 2^-22 of the value; 0 for -inf.
 DEVICE float exp2_fast(float x) {
     float result;

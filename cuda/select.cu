@@ -3,6 +3,10 @@
 // One block per KV head does everything, so nothing has to wait for another block, and every
 // result is the same at every run: equal keys are taken in order of their index.
 //
+// Of many keys few can be among the largest `want`: a thread that has seen some of them knows their
+// maximum, and no key below the want-th largest of these maxima is. So all keys are looked at twice
+// (for the maxima, and for a list of those at or above that bound), and only the list is searched.
+//
 // -D: THREADS.
 #include "ptx.cuh"
 
@@ -12,6 +16,7 @@ constexpr int BITS = 11;  // of a key that one pass looks at
 constexpr int BINS = 1 << BITS;
 constexpr int BINS_EACH = BINS / THREADS;
 constexpr int AT_ONCE = 4;  // keys a thread loads before it looks at one
+constexpr int QUADS = 8;    // the same of four masses from global memory
 constexpr unsigned NEVER = 0xffffffffu;  // a target of mass that is not reached
 static_assert(THREADS % LANES == 0 && WARPS <= LANES && BINS % THREADS == 0, "see scan");
 
@@ -27,6 +32,10 @@ struct Scratch {
     int digit;
 };
 
+DEVICE Sum from_lane(Sum value, int lane) {
+    return {__shfl_sync(ALL_LANES, value.count, lane), __shfl_sync(ALL_LANES, value.mass, lane)};
+}
+
 // Sum over the lanes before this one and itself.
 DEVICE Sum scan_warp(Sum value) {
     for (int distance = 1; distance < LANES; distance *= 2) {
@@ -37,22 +46,29 @@ DEVICE Sum scan_warp(Sum value) {
     return value;
 }
 
+// Every warp brings a sum and receives those of all warps, one a lane.
+DEVICE Sum exchange(Sum own, Scratch& scratch) {
+    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
+    __syncthreads();  // an earlier use of `warps` is over
+    if (lane == 0) scratch.warps[warp] = own;
+    __syncthreads();
+    return lane < WARPS ? scratch.warps[lane] : Sum{0, 0};
+}
+
+// Sum over the warps before this one; `total` receives the sum over all.
+DEVICE Sum scan_warps(Sum own, Sum& total, Scratch& scratch) {
+    const int warp = threadIdx.x / LANES;
+    const Sum warps = scan_warp(exchange(own, scratch));
+    const Sum before = from_lane(warps, max(warp - 1, 0));
+    total = from_lane(warps, WARPS - 1);
+    return warp == 0 ? Sum{0, 0} : before;
+}
+
 // Sum over the threads before this one; `total` receives the sum over all.
 DEVICE Sum scan(Sum own, Sum& total, Scratch& scratch) {
-    const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const Sum within = scan_warp(own);
-    __syncthreads();  // an earlier use of `warps` is over
-    if (lane == LANES - 1) scratch.warps[warp] = within;
-    __syncthreads();
-    Sum none = {0, 0};
-    const Sum warps = scan_warp(lane < WARPS ? scratch.warps[lane] : none);
-    const int before = warp == 0 ? 0 : warp - 1;
-    const Sum others = {__shfl_sync(ALL_LANES, warps.count, before),
-                        __shfl_sync(ALL_LANES, warps.mass, before)};
-    total = {__shfl_sync(ALL_LANES, warps.count, WARPS - 1),
-             __shfl_sync(ALL_LANES, warps.mass, WARPS - 1)};
-    return {(warp == 0 ? 0 : others.count) + within.count - own.count,
-            (warp == 0 ? 0 : others.mass) + within.mass - own.mass};
+    const Sum before = scan_warps(from_lane(within, LANES - 1), total, scratch);
+    return {before.count + within.count - own.count, before.mass + within.mass - own.mass};
 }
 
 // Mass in units of 2^-31, rounded down; sums of integers do not depend on their order.
@@ -65,16 +81,27 @@ struct Cut {
     unsigned threshold, ties;
 };
 
-// Where to cut to take the `want` largest of n keys, or as few as hold `share` * 2^-32 of all mass
-// if that is not 0. Keys of 0 are never taken. Every thread receives the cut.
+// Where to cut to take the `want` largest of n keys, or as few as hold the mass `target`. Keys of 0
+// are never taken. Every thread receives the cut.
 template <typename Key>
-DEVICE Cut find_cut(int n, unsigned want, unsigned long long share, Scratch& scratch, Key key_of) {
+DEVICE Cut find_cut(int n, unsigned want, unsigned target, Scratch& scratch, Key key_of) {
     const int lane = threadIdx.x % LANES;
-    unsigned prefix = 0, target = NEVER;
+    unsigned ones = 0, zeros = 0;  // bits that are 1, and that are 0, in some key
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+        const unsigned key = key_of(i);
+        ones |= key;
+        zeros |= key ? ~key : 0;
+    }
+    const Sum bits = exchange({or_over_warp(ones), or_over_warp(zeros)}, scratch);
+    ones = or_over_warp(bits.count);
+    zeros = or_over_warp(bits.mass);
+    if (ones == 0) return {0, 0};
+
+    int high = LANES - __clz(ones & zeros);  // from this bit on keys are equal, or as `prefix` is
+    unsigned prefix = high < LANES ? ones >> high << high : 0;
     Sum above = {0, 0}, total;
-    for (int shift = 32 - BITS, pass = 0; pass < 3; ++pass) {
-        const unsigned digits = pass < 2 ? BINS - 1 : (1u << (32 - 2 * BITS)) - 1;
-        const unsigned known = pass == 0 ? 0 : ~0u << (pass == 1 ? 32 - BITS : 32 - 2 * BITS);
+    for (bool begun = false;; begun = true) {
+        const int shift = max(high - BITS, 0);
         for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
             scratch.counts[bin] = scratch.masses[bin] = 0;
         __syncthreads();
@@ -88,17 +115,17 @@ DEVICE Cut find_cut(int n, unsigned want, unsigned long long share, Scratch& scr
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 // Most lanes often share a bin; the first lane's bin is counted by one atomic.
-                const bool counts = keys[j] != 0 && (keys[j] & known) == prefix;
+                const bool counts = keys[j] && (!begun || (keys[j] ^ prefix) >> high == 0);
                 const unsigned who = __ballot_sync(ALL_LANES, counts);
                 if (who == 0) continue;
                 const int leader = __ffs(who) - 1;
-                const unsigned bin = keys[j] >> shift & digits;
+                const unsigned bin = keys[j] >> shift & (BINS - 1);
                 const unsigned common = __shfl_sync(ALL_LANES, bin, leader);
                 const bool same = counts && bin == common;
                 const unsigned together = __popc(__ballot_sync(ALL_LANES, same));
                 if (lane == leader) atomicAdd(&scratch.counts[common], together);
                 if (counts && !same) atomicAdd(&scratch.counts[bin], 1u);
-                if (share == 0) continue;
+                if (target == NEVER) continue;
                 const unsigned mass = counts ? fixed(keys[j]) : 0;
                 const unsigned sum = add_over_warp(same ? mass : 0);
                 if (lane == leader && sum) atomicAdd(&scratch.masses[common], sum);
@@ -113,11 +140,7 @@ DEVICE Cut find_cut(int n, unsigned want, unsigned long long share, Scratch& scr
             own = own + Sum{scratch.counts[bin], scratch.masses[bin]};
         }
         Sum before = above + scan(own, total, scratch);
-        if (pass == 0 && share != 0) {  // of no mass at all nothing can be a share
-            target = static_cast<unsigned>((share * total.mass + 0xffffffffu) >> 32);
-            if (target == 0) target = 1;
-        }
-        if (pass == 0 && total.count < want && total.mass < target) return {0, 0};  // take all
+        if (!begun && total.count < want && total.mass < target) return {0, 0};  // take all
         for (int j = 0; j < BINS_EACH; ++j) {
             const int digit = BINS - 1 - (threadIdx.x * BINS_EACH + j);
             const Sum bin = {scratch.counts[digit], scratch.masses[digit]};
@@ -133,55 +156,72 @@ DEVICE Cut find_cut(int n, unsigned want, unsigned long long share, Scratch& scr
         __syncthreads();
         above = scratch.above;
         prefix |= static_cast<unsigned>(scratch.digit) << shift;
-        shift = pass == 0 ? 32 - 2 * BITS : 0;
+        if (shift == 0) break;
+        const unsigned count = scratch.bin.count;
+        if (count == 1 || (target == NEVER && above.count + count == want))
+            return {prefix ? prefix - 1 : 0, 0};  // the whole bin is taken
+        high = shift;
     }
     unsigned ties = min(want - above.count, scratch.bin.count);
-    const unsigned mass = share ? fixed(prefix) : 0;
+    const unsigned mass = target == NEVER ? 0 : fixed(prefix);
     if (mass) ties = min(ties, (target - above.mass + mass - 1) / mass);
-    __syncthreads();  // the scratch may be used again
     return {prefix, ties};
 }
 
-// Call take(rank, i) for the i < n that the cut takes, in ascending order; return their number.
-// What `take` writes is visible to all threads afterwards.
-template <typename Key, typename Take>
-DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take) {
+// Call put(i, kind, before) for the i < n whose kind is not 0, in any order. `before` says how many
+// come before i of kinds 1 (count) and 2 (mass). Returns how many there are. What `put` writes is
+// visible to all threads afterwards.
+template <typename Kind, typename Put>
+DEVICE Sum walk(int n, Scratch& scratch, Kind kind_of, Put put) {
     const int lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const int each = (n + THREADS - 1) / THREADS * LANES;  // a run of indices per warp
     const int begin = warp * each, end = min(n, begin + each);
-    unsigned larger = 0, equal = 0;
-    for (int base = begin; base < end; base += LANES) {
-        const unsigned key = base + lane < end ? key_of(base + lane) : 0;
-        larger += __popc(__ballot_sync(ALL_LANES, key > cut.threshold));
-        equal += __popc(__ballot_sync(ALL_LANES, key != 0 && key == cut.threshold));
+    Sum own = {0, 0}, total;
+#pragma unroll 4
+    for (int i = begin + lane; i < end; i += LANES) {
+        const int kind = kind_of(i);
+        own = own + Sum{kind == 1, kind == 2};
     }
-    Sum total;  // count: keys above the threshold; mass: keys equal to it
-    const Sum own = {lane == 0 ? larger : 0, lane == 0 ? equal : 0};
-    const Sum offset = scan(own, total, scratch);
-    larger = __shfl_sync(ALL_LANES, offset.count, 0);
-    equal = __shfl_sync(ALL_LANES, offset.mass, 0);
+    Sum before = scan_warps({add_over_warp(own.count), add_over_warp(own.mass)}, total, scratch);
     const unsigned lower_lanes = (1u << lane) - 1;
+#pragma unroll 4
     for (int base = begin; base < end; base += LANES) {
-        const unsigned key = base + lane < end ? key_of(base + lane) : 0;
-        const bool is_larger = key > cut.threshold;
-        const bool is_equal = key != 0 && key == cut.threshold;
-        const unsigned all_larger = __ballot_sync(ALL_LANES, is_larger);
-        const unsigned all_equal = __ballot_sync(ALL_LANES, is_equal);
-        const unsigned tie = equal + __popc(all_equal & lower_lanes);
-        const unsigned rank = larger + __popc(all_larger & lower_lanes) + min(tie, cut.ties);
-        if (is_larger || (is_equal && tie < cut.ties))
-            take(static_cast<int>(rank), base + lane);
-        larger += __popc(all_larger);
-        equal += __popc(all_equal);
+        const int i = base + lane, kind = i < end ? kind_of(i) : 0;
+        if (__ballot_sync(ALL_LANES, kind) == 0) continue;
+        const unsigned ones = __ballot_sync(ALL_LANES, kind == 1);
+        const unsigned twos = __ballot_sync(ALL_LANES, kind == 2);
+        const Sum lower = {static_cast<unsigned>(__popc(ones & lower_lanes)),
+                           static_cast<unsigned>(__popc(twos & lower_lanes))};
+        if (kind) put(i, kind, before + lower);
+        before = before + Sum{static_cast<unsigned>(__popc(ones)),
+                              static_cast<unsigned>(__popc(twos))};
     }
     __syncthreads();
-    return static_cast<int>(total.count + min(total.mass, cut.ties));
+    return total;
+}
+
+// Call take(rank, i) for the i < n that the cut takes, ranks in ascending order of i; return their
+// number. What `take` writes is visible to all threads afterwards.
+template <typename Key, typename Take>
+DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take) {
+    const Sum found = walk(
+        n, scratch,
+        [&](int i) {
+            const unsigned key = key_of(i);
+            return key > cut.threshold ? 1 : key && key == cut.threshold && cut.ties ? 2 : 0;
+        },
+        [&](int i, int kind, Sum before) {
+            if (kind == 2 && before.mass >= cut.ties) return;
+            take(static_cast<int>(before.count + min(before.mass, cut.ties)), i);
+        });
+    return static_cast<int>(found.count + min(found.mass, cut.ties));
 }
 
 constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 
-// The rules, per KV head; the rows of KV heads follow each other. The first `cached` keys are kept
-// in shared memory.
+// The rules, per KV head; the rows of KV heads follow each other. The first `cached` masses are
+// kept in shared memory; a list of candidates has room for `listed`. Rows of `mass` are of whole 16
+// bytes.
 //
 // Choose: of candidates [first, last), last = min(*sealed - recent, capacity), those of largest
 // mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
@@ -201,22 +241,25 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 //    in slots stamped *step already.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
-             int recent, int cached, int budget, unsigned long long share,
+             int recent, int cached, int listed, int budget, unsigned long long share,
              const long long* addresses, int* where, int* held, int* stamp, int slots,
              int first_frame, const int* step, int* selected, int* chosen_count, int* table,
              int table_pages, int table_offset, int page_tokens, int* count, int* tokens,
              int* fetch_pages, int* fetch_frames, int* fetch_count, int* missing,
-             int* missing_count, long long* stats) {
+             int* missing_count, unsigned long long* stats) {
     SHARED_MEMORY(shared);
     __shared__ Scratch scratch;
     __shared__ unsigned again;  // hits that were chosen in this step before
-    unsigned* const slot_keys = reinterpret_cast<unsigned*>(shared);  // [slots]
-    int* const pages = reinterpret_cast<int*>(slot_keys + slots);     // [budget] chosen
-    int* const frames = pages + budget;                               // [budget] theirs
-    int* const misses = frames + budget;                              // [budget] indices of both
-    unsigned* const keys = reinterpret_cast<unsigned*>(misses + budget);  // [cached] first keys
+    unsigned* const keys = reinterpret_cast<unsigned*>(shared);  // [cached] from page `origin` on
+    unsigned* const list = keys + cached;                        // [listed] candidates' keys
+    int* const list_pages = reinterpret_cast<int*>(list + listed);        // [listed] and pages
+    unsigned* const slot_keys = reinterpret_cast<unsigned*>(list_pages + listed);  // [slots]
+    int* const pages = reinterpret_cast<int*>(slot_keys + slots);  // [budget] chosen
+    int* const frames = pages + budget;   // [budget] theirs, or of a miss its place in the table
+    int* const misses = frames + budget;  // [budget] indices of both
     const long long head = blockIdx.x;
-    mass += head * mass_pages + first;
+    const int origin = first / 4 * 4;
+    mass += head * mass_pages + origin;
     where += head * capacity;
     held += head * slots;
     stamp += head * slots;
@@ -226,67 +269,117 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_frames += head * budget;
     missing += head * budget;
 
-    const int n = max(0, min(*sealed - recent, capacity) - first);
-    auto read_key = [&](int i) { return mass[i] > 0.f ? __float_as_uint(mass[i]) : 0u; };
-#pragma unroll 4
-    for (int i = threadIdx.x; i < min(n, cached); i += THREADS) keys[i] = read_key(i);
-    __syncthreads();
-    auto mass_key = [&](int i) { return i < cached ? keys[i] : read_key(i); };
-    const Cut best = find_cut(n, budget, share, scratch, mass_key);
-    const int chosen = take_in_order(n, best, scratch, mass_key,
-                                     [&](int rank, int i) { pages[rank] = first + i; });
-
-    const int now = *step;
+    const int now = *step, n = max(0, min(*sealed - recent, capacity) - origin);
+    // Largest: empty, then oldest. Of a slot that was chosen in this step: stamped(now).
+    auto stamped = [](int step) { return ~0u - 1 - static_cast<unsigned>(step); };
+    for (int slot = threadIdx.x; slot < slots; slot += THREADS)
+        slot_keys[slot] = held[slot] < 0 ? ~0u : stamped(stamp[slot]);
     if (threadIdx.x == 0) again = 0;
-    for (int slot = threadIdx.x; slot < slots; slot += THREADS)  // largest: empty, then oldest
-        slot_keys[slot] = held[slot] < 0 ? ~0u : ~0u - 1 - static_cast<unsigned>(stamp[slot]);
-    __syncthreads();
-    for (int i = threadIdx.x; i < budget; i += THREADS) {
-        selected[i] = i < chosen ? pages[i] : -1;
-        if (i >= chosen) continue;
-        frames[i] = where[pages[i]];
-        if (frames[i] < 0) {
-            frames[i] = addresses[pages[i]] ? MISS : MISSING;
-        } else if (frames[i] >= first_frame && frames[i] < first_frame + slots) {
-            slot_keys[frames[i] - first_frame] = 0;
-            if (stamp[frames[i] - first_frame] == now) atomicAdd(&again, 1u);
-            stamp[frames[i] - first_frame] = now;
+
+    auto key_of = [&](float value, int i) {
+        return value > 0.f && i >= first - origin && i < n ? __float_as_uint(value) : 0u;
+    };
+    unsigned largest = 0, seen = 0;  // of the keys this thread loads, and the sum of their mass
+    for (int base = threadIdx.x * 4; base < n; base += THREADS * 4 * QUADS) {
+        float4 loaded[QUADS];
+#pragma unroll
+        for (int j = 0; j < QUADS; ++j) {
+            const int i = base + j * THREADS * 4;
+            if (i < n) loaded[j] = *reinterpret_cast<const float4*>(mass + i);
         }
+#pragma unroll
+        for (int j = 0; j < QUADS; ++j) {
+            const int i = base + j * THREADS * 4;
+            if (i >= n) break;
+            const uint4 four = {key_of(loaded[j].x, i), key_of(loaded[j].y, i + 1),
+                                key_of(loaded[j].z, i + 2), key_of(loaded[j].w, i + 3)};
+            if (i < cached) *reinterpret_cast<uint4*>(keys + i) = four;
+            largest = max(largest, max(max(four.x, four.y), max(four.z, four.w)));
+            if (share) seen += fixed(four.x) + fixed(four.y) + fixed(four.z) + fixed(four.w);
+        }
+    }
+    unsigned target = NEVER;
+    if (share) {
+        Sum total;
+        scan_warps({0, add_over_warp(seen)}, total, scratch);
+        target = static_cast<unsigned>((share * total.mass + 0xffffffffu) >> 32);
+        if (target == 0) target = 1;  // of no mass at all nothing can be a share
     }
     __syncthreads();
 
-    const Cut all = {0, 0};
-    const int missed = take_in_order(
-        chosen, all, scratch, [&](int i) { return frames[i] == MISS ? 1u : 0u; },
-        [&](int rank, int i) { misses[rank] = i; });
-    const int absent = take_in_order(
-        chosen, all, scratch, [&](int i) { return frames[i] == MISSING ? 1u : 0u; },
-        [&](int rank, int i) { missing[rank] = pages[i]; });
+    auto mass_key = [&](int i) { return i < cached ? keys[i] : key_of(mass[i], i); };
+    int found = listed + 1;
+    if (n > listed && budget <= THREADS) {
+        const Cut bound =
+            find_cut(THREADS, budget, NEVER, scratch, [&](int) { return largest; });
+        const Cut wide = {bound.threshold, static_cast<unsigned>(budget)};
+        found = take_in_order(n, wide, scratch, mass_key, [&](int rank, int i) {
+            if (rank >= listed) return;
+            list[rank] = mass_key(i);
+            list_pages[rank] = origin + i;
+        });
+    }
+    int chosen;
+    if (found <= listed) {
+        auto list_key = [&](int i) { return list[i]; };
+        const Cut best = find_cut(found, budget, target, scratch, list_key);
+        chosen = take_in_order(found, best, scratch, list_key,
+                               [&](int rank, int i) { pages[rank] = list_pages[i]; });
+    } else {  // few keys, or many that can be among the largest
+        const Cut best = find_cut(n, budget, target, scratch, mass_key);
+        chosen = take_in_order(n, best, scratch, mass_key,
+                               [&](int rank, int i) { pages[rank] = origin + i; });
+    }
+
+    for (int i = threadIdx.x; i < budget; i += THREADS) {
+        selected[i] = i < chosen ? pages[i] : -1;
+        if (i >= chosen) continue;
+        const int frame = where[pages[i]], slot = frame - first_frame;
+        const bool present = addresses[pages[i]] != 0;
+        frames[i] = frame >= 0 ? frame : present ? MISS : MISSING;
+        if (frame < 0 || slot < 0 || slot >= slots) continue;
+        if (slot_keys[slot] == stamped(now)) atomicAdd(&again, 1u);
+        slot_keys[slot] = 0;
+        stamp[slot] = now;
+    }
+    __syncthreads();
+
+    const Sum others = walk(
+        chosen, scratch,
+        [&](int i) { return frames[i] == MISS ? 1 : frames[i] == MISSING ? 2 : 3; },
+        [&](int i, int kind, Sum before) {
+            const int place = i - static_cast<int>(before.mass);  // the table leaves out the missing
+            if (kind == 3) table[place] = frames[i];
+            if (kind == 2) missing[before.mass] = pages[i];
+            if (kind == 1) {
+                misses[before.count] = i;
+                frames[i] = place;
+            }
+        });
+    const int missed = others.count, absent = others.mass, present = chosen - absent;
     if (missed > 0) {
         auto slot_key = [&](int slot) { return slot_keys[slot]; };
-        const Cut oldest = find_cut(slots, missed, 0, scratch, slot_key);
+        const Cut oldest = find_cut(slots, missed, NEVER, scratch, slot_key);
         take_in_order(slots, oldest, scratch, slot_key, [&](int rank, int slot) {
             const int page = pages[misses[rank]], frame = first_frame + slot;
             if (held[slot] >= 0) where[held[slot]] = -1;
             held[slot] = page;
             stamp[slot] = now;
             where[page] = frame;
-            frames[misses[rank]] = frame;
+            table[frames[misses[rank]]] = frame;
             fetch_pages[rank] = page;
             fetch_frames[rank] = frame;
         });
     }
-    const int present = take_in_order(
-        chosen, all, scratch, [&](int i) { return frames[i] >= 0 ? 1u : 0u; },
-        [&](int rank, int i) { table[rank] = frames[i]; });
     if (threadIdx.x != 0) return;
     chosen_count[head] = chosen;
     count[head] = present;
     tokens[head] = (table_offset + present) * page_tokens;
     fetch_count[head] = missed;
     missing_count[head] = absent;
-    stats[4 * head] += present - missed;
-    stats[4 * head + 1] += missed;
-    stats[4 * head + 2] += absent;
-    stats[4 * head + 3] += again;
+    const unsigned counted[] = {static_cast<unsigned>(present - missed),
+                                static_cast<unsigned>(missed), static_cast<unsigned>(absent),
+                                again};
+    for (int i = 0; i < 4; ++i)  // nobody else adds; an atomic is not waited for
+        atomicAdd(stats + 4 * head + i, static_cast<unsigned long long>(counted[i]));
 }

@@ -33,6 +33,7 @@ PTX = r"""
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -129,10 +130,9 @@ static T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane
 static unsigned __ballot_sync(unsigned, int predicate) {
     const unsigned char mine = predicate != 0;
     auto all = offer(&mine, 1);
-    unsigned result = 0;
-    for (unsigned lane = 0; lane < 32; ++lane) result |= unsigned(all[lane][0]) << lane;
-    __syncwarp();
-    return result;
+    unsigned bits = 0;
+    for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane][0]) << lane;
+    return __syncwarp(), bits;
 }
 template <typename T>
 static T atomicAdd(T* to, T value) {
@@ -141,18 +141,19 @@ static T atomicAdd(T* to, T value) {
     return before;
 }
 static unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
-    const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
-    return static_cast<unsigned>(both << by % 32 >> 32);
+    return static_cast<unsigned>((high * (1ull << 32) | low) << by % 32 >> 32);
 }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
-static unsigned add_over_warp(unsigned value) {
-    auto all = offer(&value, 4);
-    unsigned sum = 0, one;
-    for (unsigned lane = 0; lane < 32; ++lane) std::memcpy(&one, all[lane], 4), sum += one;
-    __syncwarp();
-    return sum;
+template <typename Operation>
+static unsigned over_warp(unsigned value, Operation combine) {
+    for (int mask = 1; mask < 32; mask *= 2)
+        value = combine(value, __shfl_xor_sync(ALL_LANES, value, mask));
+    return value;
 }
+static unsigned add_over_warp(unsigned value) { return over_warp(value, std::plus<unsigned>()); }
+static unsigned or_over_warp(unsigned value) { return over_warp(value, std::bit_or<unsigned>()); }
 static float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, 4);
@@ -170,8 +171,7 @@ static uint4 load_streaming(const void* from) {
 static uint4 load_shared(const void* from) { return load_streaming(from); }
 
 static void perform(const Copy& copy) {
-    if (copy.wanted) std::memcpy(copy.to, copy.from, 16);
-    else std::memset(copy.to, 0, 16);
+    copy.wanted ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
 }
 static void copy_async_or_zero(void* to, const void* from, bool wanted) {
     REQUIRE(reinterpret_cast<size_t>(to) % 16 == 0 && reinterpret_cast<size_t>(from) % 16 == 0);

@@ -16,6 +16,7 @@ from tierkv.page import Geometry
 from tierkv.selection.base import LEAST
 from tierkv.selection.cuboid import Cuboid
 from tierkv.selection.keys2 import Keys2
+from tierkv.units import round_up
 
 ABSENT = 1 << 20
 """What entries past a count hold in these tests."""
@@ -228,7 +229,8 @@ def check_plans(
             head.where[page] = frame
     present = [rng.random() < 0.9 for _ in range(capacity)]
     addresses = torch.tensor([64 * (page + 1) * here for page, here in enumerate(present)])
-    mass = torch.full((kv_heads, capacity + rng.choice([0, 1, 6])), float("nan"), device=device)
+    row = round_up(capacity, 4) + rng.choice([0, 4])
+    mass = torch.full((kv_heads, row), float("nan"), device=device)
     sealed, step = int32(0, device), int32(0, device)
     launch = select.prepare(
         mass, addresses.to(device), cache, plan, sealed=sealed, first=first, recent=recent,

@@ -76,13 +76,22 @@ def test_emulated_hopeless_scores() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("cached", [1 << 20, 4])
-def test_emulated_plans_keep_the_rules(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when some keys, or nearly all, do not fit into shared memory."""
-    room = min(emulator.BLOCK_LIMIT, select.STATIC_SHARED_BYTES + 4 * (120 + 80 + cached))
-    monkeypatch.setattr(select, "shared_memory", lambda device: (room, room))
+@pytest.mark.parametrize("list_pages", [8, 1], ids=["listed", "overflowing"])
+def test_emulated_plans_keep_the_rules(list_pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when more candidates can be chosen than the list has room for."""
+    monkeypatch.setattr(select, "LIST_PAGES", list_pages)
     for seed in range(8):
         select_cases.check_plans(seed, CPU, steps=4)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("listed", [64, 0])
+def test_emulated_plans_without_room(listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all keys, and the list as well, do not fit into shared memory."""
+    room = select.STATIC_SHARED_BYTES + 4 * (14 + 3 * 7 + 2 * listed + 4)
+    monkeypatch.setattr(select, "shared_memory", lambda device: (room, room))
+    for seed in range(6):
+        select_cases.check_plans(seed, CPU, budget=7, slots=14, steps=4)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -155,6 +164,7 @@ def test_vectors_that_are_not_aligned_are_refused() -> None:
     [
         ({"mass": torch.zeros(2, 29)}, "mass"),
         ({"mass": torch.zeros(2, 30).double()}, "float64"),
+        ({"mass": torch.zeros(2, 30)}, "30 pages"),
         ({"addresses": torch.zeros(31, dtype=torch.int64)}, "addresses"),
         ({"plan": select.Plan.allocate(2, 9, CPU)}, "9 pages"),
         ({"plan": select.Plan.allocate(3, 5, CPU)}, "3 KV heads"),
@@ -171,7 +181,7 @@ def test_wrong_plans_are_refused(
     monkeypatch.setattr(select, "shared_memory", emulator.shared_memory)
     one = torch.zeros(1, dtype=torch.int32)
     arguments: dict[str, Any] = {
-        "mass": torch.zeros(2, 30), "addresses": torch.zeros(30, dtype=torch.int64),
+        "mass": torch.zeros(2, 32), "addresses": torch.zeros(30, dtype=torch.int64),
         "cache": select.ReuseCache.allocate(2, 30, 8, CPU),
         "plan": select.Plan.allocate(2, 5, CPU), "sealed": one, "first": 0, "recent": 0,
         "step": one, "page_tokens": 16, **changes,

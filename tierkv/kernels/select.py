@@ -19,8 +19,11 @@ import torch
 from tierkv.kernels.build import Launch, kernel, shared_memory
 from tierkv.kernels.gather import Fetches
 from tierkv.kernels.score import check_sealed
+from tierkv.units import round_up
 
 THREADS = 1024
+LIST_PAGES = 8
+"""Room for the candidates that can be chosen, in budgets; most lists are shorter than two."""
 STATIC_SHARED_BYTES = 17 << 10
 """At least the shared memory that ``cuda/select.cu`` takes for itself."""
 
@@ -138,7 +141,8 @@ def prepare(
     chosen, at most the plan's budget; of equal ones those of lower index; never one of mass 0.
 
     Args:
-        mass: ``[kv_heads, pages]`` float32, from `score`; sums to 1 at most if `mass_target`.
+        mass: ``[kv_heads, pages]`` float32, from `score`, rows of whole 16 bytes; sums to 1 at most
+            if `mass_target`.
         addresses: ``[capacity]`` int64, host address of each page, 0 if it is in no host frame.
         cache: at least as many slots as the plan's budget; updated.
         plan: receives the result.
@@ -161,6 +165,8 @@ def prepare(
         raise ValueError(f"mass must be [{kv_heads}, {capacity} or more], got {tuple(mass.shape)}")
     if mass.dtype != torch.float32 or not mass.is_contiguous():
         raise ValueError(f"mass must be contiguous float32, got {mass.dtype} {mass.stride()}")
+    if mass.shape[1] % 4 or mass.data_ptr() % 16:
+        raise ValueError(f"rows of mass must be whole 16 bytes, got {mass.shape[1]} pages")
     if addresses.shape != (capacity,) or addresses.dtype != torch.int64:
         raise ValueError(f"addresses must be [{capacity}] int64, got {tuple(addresses.shape)}")
     if plan.selected.shape[0] != kv_heads or not 1 <= budget <= slots:
@@ -182,11 +188,14 @@ def prepare(
         if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(f"all must be contiguous and on {device}, one is on {tensor.device}")
 
-    most = shared_memory(device)[0] - STATIC_SHARED_BYTES - 4 * (slots + 3 * budget)
-    if most < 0:
+    room = (shared_memory(device)[0] - STATIC_SHARED_BYTES) // 4 - slots - 3 * budget
+    listed = min(max(LIST_PAGES * budget, THREADS), capacity)
+    if budget > THREADS or 2 * listed > room:
+        listed = 0
+    cached = min(round_up(capacity, 4), (room - 2 * listed) // 4 * 4)
+    if room < 0:
         raise ValueError(f"{slots} slots and a budget of {budget} pages exceed shared memory")
-    cached = min(capacity, most // 4)
-    shared = 4 * (slots + 3 * budget + cached)
+    shared = 4 * (slots + 3 * budget + 2 * listed + cached)
     compiled = kernel("select", "choose_pages", (("THREADS", THREADS),), device, THREADS, shared)
     share = 0 if mass_target is None else -(-int(mass_target * (1 << 52)) // (1 << 20))
     arguments = (
@@ -197,6 +206,7 @@ def prepare(
         np.int32(first),
         np.int32(recent),
         np.int32(cached),
+        np.int32(listed),
         np.int32(budget),
         np.int64(max(share, 0 if mass_target is None else 1)),
         np.int64(addresses.data_ptr()),

@@ -238,13 +238,15 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
 //    misses; missing, missing_count; stats [4] += hits, misses, missing, and hits
-//    in slots stamped *step already.
+//    in slots stamped *step already. If `last_tokens` is not null, the table ends with one more
+//    frame, `last_frame`, and tokens counts *last_tokens more; `count` leaves it out.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
              int recent, int cached, int listed, int budget, unsigned long long share,
              const long long* addresses, int* where, int* held, int* stamp, int slots,
              int first_frame, const int* step, int* selected, int* chosen_count, int* table,
-             int table_pages, int table_offset, int page_tokens, int* count, int* tokens,
+             int table_pages, int table_offset, int page_tokens, const int* last_tokens,
+             int last_frame, int* count, int* tokens,
              int* fetch_pages, int* fetch_frames, int* fetch_count, int* missing,
              int* missing_count, unsigned long long* stats) {
     SHARED_MEMORY(shared);
@@ -269,7 +271,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_frames += head * budget;
     missing += head * budget;
 
-    const int now = *step, n = max(0, min(*sealed - recent, capacity) - origin);
+    const int now = *step, beyond = last_tokens ? *last_tokens : 0;
+    const int n = max(0, min(*sealed - recent, capacity) - origin);
     // Largest: empty, then oldest. Of a slot that was chosen in this step: stamped(now).
     auto stamped = [](int step) { return ~0u - 1 - static_cast<unsigned>(step); };
     for (int slot = threadIdx.x; slot < slots; slot += THREADS)
@@ -374,7 +377,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     if (threadIdx.x != 0) return;
     chosen_count[head] = chosen;
     count[head] = present;
-    tokens[head] = (table_offset + present) * page_tokens;
+    if (last_tokens) table[present] = last_frame;
+    tokens[head] = (table_offset + present) * page_tokens + beyond;
     fetch_count[head] = missed;
     missing_count[head] = absent;
     const unsigned counted[] = {static_cast<unsigned>(present - missed),

@@ -232,10 +232,13 @@ def check_plans(
     row = round_up(capacity, 4) + rng.choice([0, 4])
     mass = torch.full((kv_heads, row), float("nan"), device=device)
     sealed, step = int32(0, device), int32(0, device)
+    last = rng.choice([None, rng.randint(1, 16)])
     launch = select.prepare(
         mass, addresses.to(device), cache, plan, sealed=sealed, first=first, recent=recent,
-        step=step, page_tokens=16, mass_target=share,
+        step=step, page_tokens=16, mass_target=share, last_frame=5,
+        last_tokens=None if last is None else int32(last, device),
     )  # fmt: skip
+    ending = [] if last is None else [5]
     run = launch.run
     if replay:
         launch.run()  # of no candidates: changes nothing
@@ -246,18 +249,18 @@ def check_plans(
         run = graph.replay
     values: list[list[float]] = []
     for now in range(1, steps + 1):
-        last = rng.choice([0, first, capacity, *[rng.randint(first, capacity)] * 3])
+        stop = rng.choice([0, first, capacity, *[rng.randint(first, capacity)] * 3])
         if now == 1 or rng.random() < 0.7:
             values = [random_mass(rng, capacity) for _ in heads]
         mass.fill_(1e9)
-        mass[:, first:last] = torch.tensor(values)[:, first:last].to(device)
-        sealed.fill_(last + recent)
+        mass[:, first:stop] = torch.tensor(values)[:, first:stop].to(device)
+        sealed.fill_(stop + recent)
         step.fill_(now)
         for tensor in (plan.table, plan.missing, plan.fetches.pages, plan.fetches.frames):
             tensor.fill_(ABSENT)
         run()
         for index, head in enumerate(heads):
-            chosen = [first + i for i in choose(values[index][first:last], budget, share)]
+            chosen = [first + i for i in choose(values[index][first:stop], budget, share)]
             frames, fetches, missing = head.plan(chosen, present, now)
 
             def rest(entries: list[int], filler: int = ABSENT, room: int = budget) -> list[int]:
@@ -272,8 +275,9 @@ def check_plans(
             }  # fmt: skip
             want = {
                 "selected": rest(chosen, -1), "chosen": len(chosen),
-                "table": [ABSENT] * offset + rest(frames), "counts": len(frames),
-                "tokens": 16 * (offset + len(frames)), "pages": rest([f[0] for f in fetches]),
+                "table": [ABSENT] * offset + rest([*frames, *ending], room=budget + 1),
+                "counts": len(frames), "tokens": 16 * (offset + len(frames)) + (last or 0),
+                "pages": rest([f[0] for f in fetches]),
                 "frames": rest([f[1] for f in fetches]), "fetches": len(fetches),
                 "missing": rest(missing), "missing_counts": len(missing),
                 "stats": head.stats, "held": head.held, "stamp": head.stamp,

@@ -33,8 +33,7 @@ class LayerLaunches:
     """The launches of one layer, in order; choosing is left out if there is no budget."""
 
     choosing: Choosing | None
-    pages: decode.Launch
-    tail: decode.Launch
+    attend: decode.Launch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +71,8 @@ class Reader:
         self.plan = self._allocate_plan(state.counters)
         self.foreseen_scores: score.Scores | None = None  # until something is announced
         self.foreseen_plan: select.Plan | None = None
-        self.plan.tokens.fill_(kept * geometry.page_tokens)  # stays so if nothing is chosen
-        slots = MAX_SPLITS + 1
-        self.partials = Partials.allocate(slots, 1, heads, geometry.v_dim, device)
+        self.plan.table[:, kept] = TAIL_FRAME  # stays there if nothing is chosen
+        self.partials = Partials.allocate(MAX_SPLITS, 1, heads, geometry.v_dim, device)
         self._layers: dict[int, LayerLaunches] = {}
         self._announcing: dict[int, Choosing] = {}
         self._sealed, self._begun = -1, (-1, -1, -1)
@@ -90,6 +88,9 @@ class Reader:
             self.sealed.fill_(sealed)
         self._sealed, self._begun = sealed, begun
         self.tail_tokens.fill_(tail_tokens)
+        if not self.state.spec.budget_pages:
+            kept_tokens = self.state.spec.kept_pages * self.manager.geometry.page_tokens
+            self.plan.tokens.fill_(kept_tokens + tail_tokens)
         self.state.step.add_(1)
         self.manager.transfer.settle()
 
@@ -119,7 +120,7 @@ class Reader:
         self.query.copy_(query[:, :, 0])
         self._run(launches, layer, waits)
         out = query.new_empty((1, query.shape[1], self.manager.geometry.v_dim))
-        slots = launches.tail.next_slot
+        slots = launches.attend.next_slot
         merge(self.partials, slots, out, sinks=None if sinks is None else sinks.float())
         return out.unsqueeze(1)
 
@@ -150,19 +151,14 @@ class Reader:
     def _prepare(self, layer: int, scale: float, softcap: float | None) -> LayerLaunches:
         plan, arena = self.plan, self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
-        attend: dict[str, Any] = {"scale": scale, "softcap": softcap}
-        pages = decode.prepare(
+        attend = decode.prepare(
             self.query, frames, self.partials, slot=0, tokens=plan.tokens[None],
-            table=plan.table[None], max_splits=MAX_SPLITS, **attend,
-        )  # fmt: skip
-        tail = decode.prepare(
-            self.query, frames, self.partials, slot=pages.next_slot, tokens=self.tail_tokens,
-            first_frame=TAIL_FRAME, row_frames=1, splits=1, **attend,
+            table=plan.table[None], max_splits=MAX_SPLITS, scale=scale, softcap=softcap,
         )  # fmt: skip
         if not self.state.spec.budget_pages:
-            return LayerLaunches(None, pages, tail)
+            return LayerLaunches(None, attend)
         choosing = self._choosing(layer, self.query, self.scores, plan, scale)
-        return LayerLaunches(choosing, pages, tail)
+        return LayerLaunches(choosing, attend)
 
     def _choosing(
         self,
@@ -184,7 +180,7 @@ class Reader:
         choosing = select.prepare(
             scores.mass, state.addresses[at], reuse, plan, step=state.step,
             page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
-            **candidates,
+            last_frame=TAIL_FRAME, last_tokens=self.tail_tokens, **candidates,
         )  # fmt: skip
         arena = self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
@@ -198,8 +194,7 @@ class Reader:
             launches.choosing.run()
             if sequences is not None:
                 self._wait_for_missing(launches.choosing, layer, sequences)
-        launches.pages.run()
-        launches.tail.run()
+        launches.attend.run()
 
     def _wait_for_missing(self, choosing: Choosing, layer: int, sequences: Sequences) -> None:
         """Bring chosen pages from disk to warm memory and fetch them, as many as fit at once."""

@@ -75,11 +75,13 @@ class Plan:
     Attributes:
         selected: ``[kv_heads, budget]`` int32, chosen pages in ascending order, then -1.
         chosen: ``[kv_heads]`` int32, how many were chosen.
-        table: ``[kv_heads, entries]`` int32, frames to attend to; the plan fills those from
-            `table_offset` on, those before are the caller's.
+        table: ``[kv_heads, table_offset + budget + 1]`` int32, frames to attend to; the plan fills
+            those from `table_offset` on, those before are the caller's. One that lies behind the
+            chosen ones may end it.
         table_offset: see `table`.
-        counts: ``[kv_heads]`` int32, frames the plan filled in; less than `chosen` by the missing.
-        tokens: ``[kv_heads]`` int32, ``(table_offset + counts) * page_tokens``.
+        counts: ``[kv_heads]`` int32, chosen ones among them; less than `chosen` by the missing.
+        tokens: ``[kv_heads]`` int32, ``(table_offset + counts) * page_tokens``, and those of the
+            frame that ends the table.
         fetches: chosen pages that have to be copied into their frames first.
         missing: ``[kv_heads, budget]`` int32, chosen pages that are in no host frame. They are not
             in `table`: the caller waits for them and plans again, or goes without them.
@@ -111,7 +113,7 @@ class Plan:
         return cls(
             selected=zeros(kv_heads, budget),
             chosen=zeros(kv_heads),
-            table=zeros(kv_heads, table_offset + budget),
+            table=zeros(kv_heads, table_offset + budget + 1),
             table_offset=table_offset,
             counts=zeros(kv_heads),
             tokens=zeros(kv_heads),
@@ -134,6 +136,8 @@ def prepare(
     step: torch.Tensor,
     page_tokens: int,
     mass_target: float | None = None,
+    last_frame: int = 0,
+    last_tokens: torch.Tensor | None = None,
 ) -> Launch:
     """Check the arguments of a choice and compile its kernel. ``cuda/select.cu`` has the rules.
 
@@ -153,6 +157,8 @@ def prepare(
         page_tokens: tokens per page.
         mass_target: stop at the fewest pages that hold this share of the candidates' mass, above 0
             up to 1; mass counts in units of 2^-31. None: fill the budget.
+        last_frame: ends the table, behind the chosen frames, if `last_tokens` is given.
+        last_tokens: ``[1]`` int32 on the device: tokens to see in `last_frame`.
 
     Raises:
         ValueError: an argument does not fit; says which and how.
@@ -177,14 +183,21 @@ def prepare(
     check_sealed(sealed, first, recent)
     if step.shape != (1,) or step.dtype != torch.int32:
         raise ValueError(f"step must be [1] int32, got {tuple(step.shape)} {step.dtype}")
+    if last_tokens is not None and (last_tokens.shape != (1,) or last_tokens.dtype != torch.int32):
+        raise ValueError(
+            f"last_tokens must be [1] int32, got {tuple(last_tokens.shape)} {last_tokens.dtype}"
+        )
     if mass_target is not None and not 0 < mass_target <= 1:
         raise ValueError(f"mass_target must be above 0 and at most 1, got {mass_target}")
     outputs = (
         plan.selected, plan.chosen, plan.table, plan.counts, plan.tokens, plan.fetches.pages,
         plan.fetches.frames, plan.fetches.counts, plan.missing, plan.missing_counts, plan.stats,
     )  # fmt: skip
-    held = (mass, addresses, cache.where, cache.held, cache.stamp, *outputs, sealed, step)
+    inputs = (mass, addresses, cache.where, cache.held, cache.stamp, sealed, step, last_tokens)
+    held = (*inputs, *outputs)
     for tensor in held:
+        if tensor is None:
+            continue
         if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(f"all must be contiguous and on {device}, one is on {tensor.device}")
 
@@ -218,6 +231,8 @@ def prepare(
         np.int32(plan.table.shape[1]),
         np.int32(plan.table_offset),
         np.int32(page_tokens),
+        np.int64(0 if last_tokens is None else last_tokens.data_ptr()),
+        np.int32(last_frame),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
     )
     return Launch(compiled, (kv_heads, 1, 1), arguments, held)

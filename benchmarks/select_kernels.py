@@ -1,20 +1,25 @@
 """The kernels of selective attention and of prefill's merge, each beside its ceiling.
 
-Regime: one layer of one sequence, 8 KV heads x 128, group 4, bf16, 32 tokens a page, unless a row
-says otherwise. `gather`, `scatter` and `fetch` move pages in random order over the link; their
+Regime: one layer of one sequence, head dim 128, bf16, 32 tokens a page; `--heads` has KV heads and
+query heads of each, 8x4 for rows that do not say. `gather`, `scatter` and `fetch` move pages in random order over the link; their
 ceiling is the copy engine on one large block, measured in the same run, in the same direction.
 `score`, `weigh` and `fold` are bound by GPU memory; theirs is a device-to-device copy, read plus
-written. `choose` (choice and plan in one launch) is bound by latency: it has none. Each row is a
+written. `choose` (choice and plan in one launch) is bound by latency: it has none. `layer` is all that a
+layer of a captured step launches beside the model's own kernels, with every chosen page in its
+reuse cache: scores, choice, a fetch of nothing, attention and merge. Each row is a
 CUDA graph of several calls over inputs that together exceed the L2 cache; times are medians over
 replays, by CUDA events. The last line of stdout is one JSON object.
 
     python benchmarks/select_kernels.py
+    python benchmarks/select_kernels.py --only score weigh choose layer --heads 4x7 --pages 32768
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +27,10 @@ from typing import Any
 import torch
 from decode_kernel import copy_bandwidth, time_calls
 
-from tierkv.kernels import fold, gather, score, select
+from tierkv.kernels import decode, fold, gather, score, select
 from tierkv.kernels.build import available
 from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena
 
@@ -42,6 +48,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=128, help="chosen pages per KV head")
     parser.add_argument("--blocks", type=int, nargs="+", default=[16, 24, 32])
     parser.add_argument("--replays", type=int, default=9)
+    parser.add_argument("--heads", nargs="+", default=["8x4"], metavar="KVxGROUP")
+    parser.add_argument("--only", nargs="+", metavar="KERNEL", help="rows of these kernels")
     arguments = parser.parse_args()
     if not available():
         raise SystemExit(f"the kernels cannot run here: {available().reason}")
@@ -59,6 +67,8 @@ def main() -> None:
     print(f"{'kernel':>8} {'':>44} {'us':>9} {'GB/s':>7} {'ceiling':>8} {'share':>6}")
     rows = []
     for kernel, what, moved, bound, calls in every_row(arguments, host, device):
+        if arguments.only and kernel not in arguments.only:
+            continue
         seconds = time_calls(calls, arguments.replays)
         row = {"kernel": kernel, "what": what, "us": seconds * 1e6, "bytes": moved}
         line = f"{kernel:>8} {what:>44} {row['us']:>9.1f}"
@@ -74,8 +84,11 @@ def main() -> None:
 
 def every_row(arguments: Any, host: torch.Tensor, device: torch.device) -> Iterator[Row]:
     yield from whole_pages(arguments, host, device)
-    for pages in arguments.pages:
-        yield from selection(arguments, pages, device)
+    for heads in arguments.heads:
+        kv_heads, group = map(int, heads.split("x"))
+        for pages in arguments.pages:
+            yield from selection(arguments, pages, kv_heads, group, device)
+            yield layers(arguments, pages, kv_heads, group, device)
     yield from fetches(arguments, host, device)
     queries, heads = 8192, 32
     total = torch.randn(1, heads, queries, 128, device=device)
@@ -105,20 +118,24 @@ def whole_pages(arguments: Any, host: torch.Tensor, device: torch.device) -> Ite
                 yield kernel, what, moved, bound, [launch.run]
 
 
-def selection(arguments: Any, pages: int, device: torch.device) -> Iterator[Row]:
-    query = torch.randn(32, 128, device=device).to(BF16)
+def selection(
+    arguments: Any, pages: int, kv_heads: int, group: int, device: torch.device
+) -> Iterator[Row]:
+    query = torch.randn(kv_heads * group, 128, device=device).to(BF16)
+    shape = f"{kv_heads}x{group}, {pages} pages"
     candidates = {
         "sealed": torch.tensor([pages], dtype=torch.int32, device=device), "first": 2, "recent": 2,
     }  # fmt: skip
     for stem, parts, what in (("score", 2, "corners"), ("score_keys", 6, "keys at 2 bits")):
-        sets = -(-ROTATE_BYTES // (pages * 8 * parts * 128 * 2)) + 1
-        summaries = [torch.randn(8, pages, parts, 128, device=device).to(BF16) for _ in range(sets)]
-        scores = [score.Scores.allocate(8, 4, pages, device) for _ in range(sets)]
+        size = (kv_heads, pages, parts, 128)
+        sets = -(-ROTATE_BYTES // (2 * math.prod(size))) + 1
+        summaries = [torch.randn(size, device=device).to(BF16) for _ in range(sets)]
+        scores = [score.Scores.allocate(kv_heads, group, pages, device) for _ in range(sets)]
         pairs = [
             score.prepare(query, one, room, scale=128**-0.5, stem=stem, **candidates)
             for one, room in zip(summaries, scores, strict=True)
         ]
-        moved, what = nbytes(summaries[0]) + nbytes(scores[0].logits), f"{pages} pages, {what}"
+        moved, what = nbytes(summaries[0]) + nbytes(scores[0].logits), f"{shape}, {what}"
         yield "score", what, moved, "memory", [pair.score.run for pair in pairs]
         yield "weigh", what, 0, "", [pair.weigh.run for pair in pairs]
         yield "both", what, moved, "memory", [pair.run for pair in pairs]
@@ -126,10 +143,10 @@ def selection(arguments: Any, pages: int, device: torch.device) -> Iterator[Row]
     budget = min(arguments.budget, pages // 4)
     addresses = torch.full((pages,), 16, dtype=torch.int64, device=device)
     step = torch.ones(1, dtype=torch.int32, device=device)
-    mass = [torch.rand(8, pages, device=device) ** 8 for _ in range(8)]
+    mass = [torch.rand(kv_heads, pages, device=device) ** 8 for _ in range(8)]
     for target in (None, 0.5):
-        cache = select.ReuseCache.allocate(8, pages, 2 * budget, device)
-        plan = select.Plan.allocate(8, budget, device)
+        cache = select.ReuseCache.allocate(kv_heads, pages, 2 * budget, device)
+        plan = select.Plan.allocate(kv_heads, budget, device)
         launches = [
             select.prepare(
                 one / one.sum(1, keepdim=True), addresses, cache, plan, step=step, page_tokens=32,
@@ -137,9 +154,47 @@ def selection(arguments: Any, pages: int, device: torch.device) -> Iterator[Row]
             )
             for one in mass
         ]  # fmt: skip
-        what = f"{pages} pages, {budget} chosen" + (f", target {target}" if target else "")
+        what = f"{shape}, {budget} chosen" + (f", target {target}" if target else "")
         yield "choose", f"{what}, all hits", 0, "", [launches[0].run] * 8
         yield "choose", f"{what}, misses", 0, "", [launch.run for launch in launches]
+
+
+def layers(arguments: Any, pages: int, kv_heads: int, group: int, device: torch.device) -> Row:
+    budget, kept = min(arguments.budget, pages // 4), 4
+    geometry, size = Geometry(1, kv_heads, 128, 128, BF16), (kv_heads, pages, 2, 128)
+    query = torch.randn(1, kv_heads * group, 128, device=device).to(BF16)
+    scores = score.Scores.allocate(kv_heads, group, pages, device)
+    partials = Partials.allocate(64, 1, kv_heads * group, 128, device)
+    plan, out = select.Plan.allocate(kv_heads, budget, device, kept), torch.empty_like(query)
+    addresses = torch.full((pages,), 16, dtype=torch.int64, device=device)
+    sealed = torch.tensor([pages], dtype=torch.int32, device=device)
+    step, tail = torch.ones(2, 1, dtype=torch.int32, device=device)
+    candidates = {"sealed": sealed, "first": 2, "recent": 2}
+    where = {"table": plan.table[None], "tokens": plan.tokens[None], "max_splits": 64}
+    calls: list[Callable[[], Any]] = []
+    for _ in range(-(-ROTATE_BYTES // (2 * math.prod(size))) + 1):
+        arena = Arena.allocate(geometry, kept + 2 * budget, device)[0]
+        arena.k.normal_(), arena.v.normal_()
+        frames = PagedKV(arena.k_frames, arena.v_frames)
+        cache = select.ReuseCache.allocate(kv_heads, pages, 2 * budget, device, kept)
+        summaries = torch.randn(size, device=device).to(BF16)
+        choice = select.prepare(
+            scores.mass, addresses, cache, plan, step=step, page_tokens=32, last_tokens=tail,
+            **candidates,
+        )  # fmt: skip
+        attend = decode.prepare(query, frames, partials, slot=0, scale=128**-0.5, **where)
+        scoring = score.prepare(query[0], summaries, scores, scale=128**-0.5, **candidates)
+        scoring.run(), choice.run()  # from now on every chosen page has a frame
+        plan.fetches.counts.zero_()
+        calls += [scoring.run, choice.run, gather.prepare_fetch(addresses, plan.fetches, frames).run,
+                  attend.run, functools.partial(merge, partials, attend.next_slot, out)]  # fmt: skip
+    whole = [functools.partial(run_all, calls[i : i + 5]) for i in range(0, len(calls), 5)]
+    return "layer", f"{kv_heads}x{group}, {pages} pages, {budget} chosen, all hits", 0, "", whole
+
+
+def run_all(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
 def fetches(arguments: Any, host: torch.Tensor, device: torch.device) -> Iterator[Row]:

@@ -14,6 +14,7 @@ import torch
 
 from tierkv.attention import selective_gpu
 from tierkv.kernels import decode
+from tierkv.kernels.append import append
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
 from tierkv.paging.manager import PageManager
@@ -97,12 +98,6 @@ class CapturedLookups:
             state.announced.copy_(counts[1])
             state.step.add_(1)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the new token of a layer to its tail. k, v: ``[1, kv_heads, 1, dim]``."""
-        arena = self.manager.hot.arenas[layer]
-        arena.k.index_copy_(1, self.slots[layer], k[0])
-        arena.v.index_copy_(1, self.slots[layer], v[0])
-
     def announce(self, layer: int, query: Callable[[], torch.Tensor], scale: float) -> None:
         """Choose and fetch for an upcoming layer beside what the caller's stream does meanwhile.
 
@@ -117,19 +112,35 @@ class CapturedLookups:
     def attend(
         self,
         query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
         layer: int,
         *,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend in one layer. query: ``[1, heads, 1, dim]``; returns ``[1, 1, heads, v_dim]``."""
-        if layer >= self.exact_layers:
+        """Write the new token of a layer to its tail, and attend.
+
+        Args:
+            query: ``[1, heads, 1, k_dim]``.
+            key, value: ``[1, kv_heads, 1, dim]``.
+
+        Returns:
+            ``[1, 1, heads, v_dim]``.
+        """
+        selects, arena = layer >= self.exact_layers, self.manager.hot.arenas[layer]
+        queries = self._reader_of(query).query if selects else self._query_like(query)
+        append(
+            query[0, :, 0], key[0, :, 0], value[0, :, 0], queries=queries[0], k=arena.k, v=arena.v,
+            slot=self.slots[layer],
+        )  # fmt: skip
+        if selects:
             self.manager.transfer.join(layer)
-            return self._reader_of(query).attend(
-                query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
+            return self._reader_of(query).answer(
+                layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
             )
-        return self._exact(query, layer, scale, softcap, sinks)
+        return self._exact(queries, layer, scale, softcap, sinks)
 
     def _reader_of(self, query: torch.Tensor) -> selective_gpu.Reader:
         if self._reader is None:
@@ -137,6 +148,12 @@ class CapturedLookups:
             past, offset = divmod(self.sequences.lengths[0], self.manager.geometry.page_tokens)
             self._reader.begin(past, offset + 1)
         return self._reader
+
+    def _query_like(self, query: torch.Tensor) -> torch.Tensor:
+        """Return where exact layers look for the query, ``[1, heads, k_dim]``."""
+        if self._query is None:
+            self._query = torch.empty_like(query[:, :, 0], memory_format=torch.contiguous_format)
+        return self._query
 
     def _exact(
         self,
@@ -147,17 +164,15 @@ class CapturedLookups:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         heads, geometry = query.shape[1], self.manager.geometry
-        if self._query is None or self._partials is None:
-            self._query = torch.empty_like(query[:, :, 0], memory_format=torch.contiguous_format)
+        if self._partials is None:
             self._partials = Partials.allocate(MAX_SPLITS, 1, heads, geometry.v_dim, query.device)
         if layer not in self._launches:
             arena = self.manager.hot.arenas[layer]
             self._launches[layer] = decode.prepare(
-                self._query, PagedKV(arena.k_frames, arena.v_frames), self._partials, slot=0,
+                query, PagedKV(arena.k_frames, arena.v_frames), self._partials, slot=0,
                 tokens=self.tokens, table=self.tables[layer], scale=scale, softcap=softcap,
                 max_splits=MAX_SPLITS,
             )  # fmt: skip
-        self._query.copy_(query[:, :, 0])
         launch = self._launches[layer]
         launch.run()
         out = query.new_empty((1, heads, geometry.v_dim))

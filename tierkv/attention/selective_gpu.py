@@ -57,6 +57,7 @@ class Reader:
     Attributes:
         sealed, tail_tokens: ``[1]`` int32, sealed pages and tokens in the tail; the same for all
             layers of a step.
+        query: ``[1, heads, dim]``, what is asked; where the prepared launches look for it.
     """
 
     def __init__(self, manager: PageManager, state: SelectiveState, query: torch.Tensor):
@@ -114,12 +115,24 @@ class Reader:
         Returns:
             ``[1, 1, heads, v_dim]`` in the query's dtype.
         """
+        self.query.copy_(query[:, :, 0])
+        return self.answer(layer, scale=scale, softcap=softcap, sinks=sinks, waits=waits)
+
+    def answer(
+        self,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        waits: Sequences | None,
+    ) -> torch.Tensor:
+        """Attend as `attend` does, for the query that lies in `query`."""
         if layer not in self._layers:
             self._layers[layer] = self._prepare(layer, scale, softcap)
         launches = self._layers[layer]
-        self.query.copy_(query[:, :, 0])
         self._run(launches, layer, waits)
-        out = query.new_empty((1, query.shape[1], self.manager.geometry.v_dim))
+        out = self.query.new_empty((1, self.query.shape[1], self.manager.geometry.v_dim))
         slots = launches.attend.next_slot
         merge(self.partials, slots, out, sinks=None if sinks is None else sinks.float())
         return out.unsqueeze(1)

@@ -136,8 +136,9 @@ def _attend(
     softcap: float,
 ) -> torch.Tensor:
     assert _lookups is not None, "a step of tierkv ran outside of `running`"
-    _lookups.append(layer, key, value)
-    return _lookups.attend(query, layer, scale=scale, softcap=softcap or None, sinks=sinks)
+    return _lookups.attend(
+        query, key, value, layer, scale=scale, softcap=softcap or None, sinks=sinks
+    )
 
 
 @_attend.register_fake

@@ -1,14 +1,15 @@
 """The kernels of selective attention and of prefill's merge, each beside its ceiling.
 
 Regime: one layer of one sequence, head dim 128, bf16, 32 tokens a page; `--heads` has KV heads and
-query heads of each, 8x4 for rows that do not say. `gather`, `scatter` and `fetch` move pages in random order over the link; their
-ceiling is the copy engine on one large block, measured in the same run, in the same direction.
-`score`, `weigh` and `fold` are bound by GPU memory; theirs is a device-to-device copy, read plus
-written. `choose` (choice and plan in one launch) is bound by latency: it has none. `layer` is all that a
-layer of a captured step launches beside the model's own kernels, with every chosen page in its
-reuse cache: scores, choice, a fetch of nothing, attention and merge. Each row is a
-CUDA graph of several calls over inputs that together exceed the L2 cache; times are medians over
-replays, by CUDA events. The last line of stdout is one JSON object.
+query heads of each, 8x4 for rows that do not say. `gather`, `scatter` and `fetch` move pages in
+random order over the link; their ceiling is the copy engine on one large block, measured in the
+same run, in the same direction. `score`, `weigh` and `fold` are bound by GPU memory; theirs is a
+device-to-device copy, read plus written. `choose` (choice and plan in one launch) is bound by
+latency: it has none. `layer` is what a selecting layer of a captured step launches beside the
+model's own kernels, with every chosen page in its reuse cache: scores, choice, a fetch of nothing,
+attention and merge. Each row is a CUDA graph of several calls over inputs that together exceed the
+L2 cache; times are medians over replays, by CUDA events. The last line of stdout is one JSON
+object.
 
     python benchmarks/select_kernels.py
     python benchmarks/select_kernels.py --only score weigh choose layer --heads 4x7 --pages 32768
@@ -171,10 +172,11 @@ def layers(arguments: Any, pages: int, kv_heads: int, group: int, device: torch.
     step, tail = torch.ones(2, 1, dtype=torch.int32, device=device)
     candidates = {"sealed": sealed, "first": 2, "recent": 2}
     where = {"table": plan.table[None], "tokens": plan.tokens[None], "max_splits": 64}
-    calls: list[Callable[[], Any]] = []
+    scale, calls = 128**-0.5, []
     for _ in range(-(-ROTATE_BYTES // (2 * math.prod(size))) + 1):
         arena = Arena.allocate(geometry, kept + 2 * budget, device)[0]
-        arena.k.normal_(), arena.v.normal_()
+        for tokens in (arena.k, arena.v):
+            tokens.normal_()
         frames = PagedKV(arena.k_frames, arena.v_frames)
         cache = select.ReuseCache.allocate(kv_heads, pages, 2 * budget, device, kept)
         summaries = torch.randn(size, device=device).to(BF16)
@@ -182,14 +184,15 @@ def layers(arguments: Any, pages: int, kv_heads: int, group: int, device: torch.
             scores.mass, addresses, cache, plan, step=step, page_tokens=32, last_tokens=tail,
             **candidates,
         )  # fmt: skip
-        attend = decode.prepare(query, frames, partials, slot=0, scale=128**-0.5, **where)
-        scoring = score.prepare(query[0], summaries, scores, scale=128**-0.5, **candidates)
-        scoring.run(), choice.run()  # from now on every chosen page has a frame
-        plan.fetches.counts.zero_()
-        calls += [scoring.run, choice.run, gather.prepare_fetch(addresses, plan.fetches, frames).run,
-                  attend.run, functools.partial(merge, partials, attend.next_slot, out)]  # fmt: skip
-    whole = [functools.partial(run_all, calls[i : i + 5]) for i in range(0, len(calls), 5)]
-    return "layer", f"{kv_heads}x{group}, {pages} pages, {budget} chosen, all hits", 0, "", whole
+        attend = decode.prepare(query, frames, partials, slot=0, scale=scale, **where)
+        scoring = score.prepare(query[0], summaries, scores, scale=scale, **candidates)
+        scoring.run()
+        choice.run()  # from now on every chosen page has a frame
+        fetch = gather.prepare_fetch(addresses, plan.fetches, frames)
+        end = functools.partial(merge, partials, attend.next_slot, out)
+        work = [scoring.run, choice.run, fetch.run, attend.run, end]
+        calls.append(functools.partial(run_all, work))
+    return "layer", f"{kv_heads}x{group}, {pages} pages, {budget} chosen, all hits", 0, "", calls
 
 
 def run_all(calls: list[Callable[[], Any]]) -> None:

@@ -167,7 +167,8 @@ def layers(arguments: Any, pages: int, kv_heads: int, group: int, device: torch.
     scores = score.Scores.allocate(kv_heads, group, pages, device)
     partials = Partials.allocate(64, 1, kv_heads * group, 128, device)
     plan, out = select.Plan.allocate(kv_heads, budget, device, kept), torch.empty_like(query)
-    addresses = torch.full((pages,), 16, dtype=torch.int64, device=device)
+    host = torch.zeros(geometry.frame_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    addresses = torch.full((pages,), host.data_ptr(), dtype=torch.int64, device=device)
     sealed = torch.tensor([pages], dtype=torch.int32, device=device)
     step, tail = torch.ones(2, 1, dtype=torch.int32, device=device)
     candidates = {"sealed": sealed, "first": 2, "recent": 2}
@@ -191,11 +192,11 @@ def layers(arguments: Any, pages: int, kv_heads: int, group: int, device: torch.
         fetch = gather.prepare_fetch(addresses, plan.fetches, frames)
         end = functools.partial(merge, partials, attend.next_slot, out)
         work = [scoring.run, choice.run, fetch.run, attend.run, end]
-        calls.append(functools.partial(run_all, work))
+        calls.append(functools.partial(run_all, work, host))
     return "layer", f"{kv_heads}x{group}, {pages} pages, {budget} chosen, all hits", 0, "", calls
 
 
-def run_all(calls: list[Callable[[], Any]]) -> None:
+def run_all(calls: list[Callable[[], Any]], held: torch.Tensor) -> None:
     for call in calls:
         call()
 

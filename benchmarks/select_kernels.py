@@ -127,7 +127,9 @@ def selection(
     candidates = {
         "sealed": torch.tensor([pages], dtype=torch.int32, device=device), "first": 2, "recent": 2,
     }  # fmt: skip
-    for stem, parts, what in (("score", 2, "corners"), ("score_keys", 6, "keys at 2 bits")):
+    for stem, parts, what in (
+        ("score", 2, "corners"), ("score_bytes", 1, "8 bits"), ("score_keys", 6, "keys at 2 bits")
+    ):  # fmt: skip
         size = (kv_heads, pages, parts, 128)
         sets = -(-ROTATE_BYTES // (2 * math.prod(size))) + 1
         summaries = [torch.randn(size, device=device).to(BF16) for _ in range(sets)]

@@ -124,6 +124,11 @@ DEVICE unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
     return sum;
 }
 
+// Bytes 0 and 1 of a word (or 2 and 3, if `upper` is 1), each added to 1024, as a pair of fp16.
+DEVICE unsigned bytes_above_1024(unsigned word, int upper) {
+    return __byte_perm(word, 0x64646464u, upper ? 0x4342 : 0x4140);
+}
+
 // Sum over the warp, for every lane.
 DEVICE unsigned add_over_warp(unsigned value) {
     unsigned sum;

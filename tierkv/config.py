@@ -32,7 +32,7 @@ CONVERTED_VARIABLE = "TIERKV_CACHE_DIR"
 
 ATTENTIONS = ("exact", "selective")
 COLD_MISSES = ("wait", "skip")
-SELECTORS = ("cuboid", "bound", "mean", "window", "keys2", "oracle")
+SELECTORS = ("cuboid", "cuboid8", "bound", "mean", "window", "keys2", "oracle")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -69,8 +69,9 @@ class Config:
         io_threads: threads that read pages from disk.
         attention: ``exact`` reads every page at every step; ``selective`` reads, when one token
             is decoded, the pages that matter most to each KV head (approximate).
-        selector: how pages are ranked: ``cuboid``, ``bound``, ``mean``, ``window``, ``keys2``
-            (nearly as good as the last) and, on a CPU only, ``oracle``.
+        selector: how pages are ranked: ``cuboid``, ``cuboid8`` (the same in 8 bits: half the
+            memory for summaries), ``bound``, ``mean``, ``window``, ``keys2`` (nearly as good as the
+            last) and, on a CPU only, ``oracle``.
         token_budget: tokens that a KV head chooses at most, sinks and recent ones left out.
         mass: stop choosing at this share of the estimated attention; None fills the budget.
         sink_tokens, recent_tokens: first and last tokens, which are always read.

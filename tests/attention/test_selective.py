@@ -43,7 +43,9 @@ def test_a_budget_for_everything_is_exact(
     assert result.sequences.tolist() == expected(name, "single").sequences.tolist()
 
 
-@pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window", "keys2", "oracle"])
+@pytest.mark.parametrize(
+    "selector", ["cuboid", "cuboid8", "bound", "mean", "window", "keys2", "oracle"]
+)
 def test_pages_left_out_are_as_if_masked(
     selector: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

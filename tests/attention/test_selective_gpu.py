@@ -66,6 +66,7 @@ def logits(name: str, ids: torch.Tensor, given: dict[str, Any], crop: int = 0) -
         ("llama", "warm", "cuboid", 0, "wait"), ("gpt_oss", "cold", "mean", 0, "wait"),
         ("gemma2", "warm", "window", 0, "wait"), ("llama", "cold", "bound", 20, "wait"),
         ("llama", "cold", "cuboid", 0, "skip"), ("llama", "cold", "keys2", 20, "wait"),
+        ("llama", "warm", "cuboid8", 0, "wait"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("emulated")

@@ -32,6 +32,18 @@ def test_scores_equal_float64(
         select_cases.check_scores(seed, device, dtype, k_dim, group, parts)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "k_dim", "group"),
+    [(BF16, 128, 7), (BF16, 256, 16), (BF16, 40, 9), (F16, 64, 8), (F32, 128, 4), (F32, 68, 16)],
+    ids=str,
+)
+def test_byte_scores_equal_the_selectors(
+    dtype: torch.dtype, k_dim: int, group: int, device: torch.device
+) -> None:
+    for seed in range(12):
+        select_cases.check_byte_scores(seed, device, dtype, k_dim, group)
+
+
 @pytest.mark.parametrize("page_tokens", [16, 32, 128])
 @pytest.mark.parametrize(
     ("dtype", "k_dim", "group"),

@@ -61,7 +61,7 @@ def logits(ids: torch.Tensor, given: dict[str, Any], captured: bool, **how: Any)
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1, 3])
-@pytest.mark.parametrize("selector", ["cuboid", "bound", "mean", "window", "keys2"])
+@pytest.mark.parametrize("selector", ["cuboid", "cuboid8", "bound", "mean", "window", "keys2"])
 def test_captured_eager_and_torch_agree(
     selector: str, dense_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,12 +116,10 @@ static T from_lane(T value, unsigned lane) {
     __syncwarp();
     return result;
 }
-template <typename T>
-static T __shfl_xor_sync(unsigned, T value, int mask) {
+template <typename T> static T __shfl_xor_sync(unsigned, T value, int mask) {
     return from_lane(value, threadIdx.x % 32 ^ mask);
 }
-template <typename T>
-static T __shfl_up_sync(unsigned, T value, unsigned distance) {
+template <typename T> static T __shfl_up_sync(unsigned, T value, unsigned distance) {
     const unsigned lane = threadIdx.x % 32;
     return from_lane(value, lane < distance ? lane : lane - distance);
 }
@@ -134,14 +132,16 @@ static unsigned __ballot_sync(unsigned, int predicate) {
     for (unsigned lane = 0; lane < 32; ++lane) bits |= unsigned(all[lane][0]) << lane;
     return __syncwarp(), bits;
 }
-template <typename T>
-static T atomicAdd(T* to, T value) {
+template <typename T> static T atomicAdd(T* to, T value) {
     const T before = *to;
     *to += value;
     return before;
 }
 static unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
     return static_cast<unsigned>((high * (1ull << 32) | low) << by % 32 >> 32);
+}
+static unsigned bytes_above_1024(unsigned word, int upper) {
+    return 0x64006400 | (word >> 16 * upper & 0xff) | (word >> 16 * upper & 0xff00) << 8;
 }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 static int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }

@@ -15,6 +15,7 @@ from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.selection.base import LEAST
 from tierkv.selection.cuboid import Cuboid
+from tierkv.selection.cuboid8 import Cuboid8
 from tierkv.selection.keys2 import Keys2
 from tierkv.units import round_up
 
@@ -43,6 +44,22 @@ def check_scores(
     else:
         want = (q * kept[..., 0, :]).sum(-1)
     check_scoring(rng, query, summaries, k_dim**-0.5 * want, "score", 1e-4)
+
+
+def check_byte_scores(
+    seed: int, device: torch.device, dtype: torch.dtype, k_dim: int, group: int
+) -> None:
+    """Score pages by what `cuboid8` keeps, and compare with the selector's own scores."""
+    rng = random.Random(seed)
+    kv_heads, capacity, query = scoring(seed, rng, device, dtype, k_dim, group)
+    keys = torch.randn(kv_heads, capacity, 16, k_dim, device=device)
+    sizes = torch.randn(k_dim, device=device).mul(4).exp2()
+    keys = sizes * (keys + torch.randn(k_dim, device=device))
+    selector = Cuboid8()
+    summaries = selector.summarize(keys.to(dtype))
+    want = selector.scores(query[None], summaries[None], k_dim**-0.5)[0].double()
+    size = float(want.abs().max())
+    check_scoring(rng, query, summaries.contiguous(), want, "score_bytes", 1e-4 + 1e-6 * size)
 
 
 def check_key_scores(

@@ -47,6 +47,8 @@ FOLD = [(F32, BF16, F32, 128, 8), (F16, F16, BF16, 80, 4)]
 """Element types of both sides and the result, V dim, elements per thread."""
 SCORE = [(BF16, 128, 4, 2), (F16, 256, 16, 2), (F32, 80, 7, 1)]
 """Element type, K dim, group, parts of a summary."""
+SCORE_BYTES = [(BF16, 128, 7, 1), (BF16, 256, 16, 1), (F16, 64, 4, 1), (F32, 128, 7, 1)]
+"""The same, of 8-bit summaries."""
 
 CODEC = [
     (BF16, 128, 128, 32),
@@ -90,7 +92,8 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
         dtype, k_dim, v_dim, page_tokens = sizes
         geometry = Geometry(1, 1, k_dim, v_dim, dtype, page_tokens)
         found.append(("codec", codec.layout(geometry).defines))
-    for stem, shapes in (("score", SCORE), ("score_keys", SCORE_KEYS)):
+    scoring = (("score", SCORE), ("score_bytes", SCORE_BYTES), ("score_keys", SCORE_KEYS))
+    for stem, shapes in scoring:
         for dtype, k_dim, group, parts in shapes:
             sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
             found.append((stem, (("DTYPE", build.DTYPES[dtype]), *sizes)))

@@ -43,6 +43,19 @@ def test_emulated_scores_equal_float64(
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
+    ("dtype", "k_dim", "group"),
+    [(BF16, 128, 7), (BF16, 40, 16), (F16, 64, 9), (F32, 68, 4), (F32, 128, 9)],
+    ids=str,
+)
+def test_emulated_byte_scores_equal_the_selectors(
+    dtype: torch.dtype, k_dim: int, group: int
+) -> None:
+    for seed in range(2):
+        select_cases.check_byte_scores(seed, CPU, dtype, k_dim, group)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
     ("dtype", "k_dim", "group", "page_tokens"),
     [
         (BF16, 128, 4, 32), (BF16, 64, 8, 16), (BF16, 256, 1, 64), (BF16, 40, 12, 32),

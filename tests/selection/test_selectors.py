@@ -102,6 +102,33 @@ def test_cuboid_lies_between_mean_and_bound(
 
 @settings(max_examples=30)
 @given(seed=seeds, heads=shapes, dtype=dtypes)
+def test_cuboid8_is_cuboid_within_its_steps(
+    seed: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Eight channels share a step: the largest of them over 127, up to the next power of two."""
+    query, keys = random_pages(seed, heads, dtype=dtype)
+    largest = float(keys.abs().max())
+    step = max(2 * largest / 127, 2.0**-11) + largest * torch.finfo(dtype).eps
+    room = SCALE * query.float().abs().sum(dim=-1).amax() * 2 * step + 1e-4
+    error = scores("cuboid8", query, keys) - scores("cuboid", query, keys)
+    assert (error.abs() <= room).all()
+
+
+def test_cuboid8_keeps_what_its_steps_can() -> None:
+    """Centres and radii that are whole steps are kept exactly, negative and large ones too."""
+    centre = torch.tensor([126.0, -126, 3, 0, 0.5, -0.25, 0.125, 0, 2032, -2032, 16, 0, 0, 0, 0, 0])
+    radius = torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 126, 0, 0, 1000, 0, 0, 0, 0, 0])
+    keys = torch.stack((centre + radius, centre - radius), dim=0)[None, None, None]
+    query = torch.eye(16)[None]
+    for sign in (1, -1):
+        got = selector("cuboid8").scores(sign * query, selector("cuboid8").summarize(keys), 1.0)
+        step = torch.where(torch.arange(16) < 8, 1.0, 16.0)
+        want = sign * (centre / step).round() * step + radius
+        torch.testing.assert_close(got[0, 0, :, 0], want, atol=2.0**-11, rtol=0)
+
+
+@settings(max_examples=30)
+@given(seed=seeds, heads=shapes, dtype=dtypes)
 def test_oracle_is_the_attention_mass(
     seed: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -21,7 +21,7 @@ TILE_PAGES = 64
 """Pages that a block scores at once."""
 WEIGH_PAGES = 4 * THREADS
 """Pages that a block weighs."""
-PARTS = {"score": (1, 2), "score_keys": (4, 6, 10, 18, 34)}
+PARTS = {"score": (1, 2), "score_bytes": (1,), "score_keys": (4, 6, 10, 18, 34)}
 """Kernel -> parts of a summary that it takes; those of keys are two and one per 8 tokens."""
 MAX_GROUP = 16
 MAX_BLOCKS = 1024
@@ -91,7 +91,8 @@ def prepare(
         scale: the attention's factor on scores, above 0.
         stem: which kernel, `Selector.kernel`. ``score`` takes two parts for corners u and l, logit
             ``scale * (max(q, 0) . u + min(q, 0) . l)``, and one for a mean m, logit
-            ``scale * q . m``; ``score_keys`` takes what `tierkv.selection.keys2` makes.
+            ``scale * q . m``; ``score_bytes`` takes what `tierkv.selection.cuboid8` makes, and
+            ``score_keys`` what `tierkv.selection.keys2` does.
 
     Raises:
         ValueError: an argument does not fit; says which and how.
@@ -137,7 +138,7 @@ def prepare(
         ("DTYPE", DTYPES[query.dtype]), ("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts),
     )  # fmt: skip
     shared = SLOTS * WARPS * (2 + min(parts - 2, 4)) * k_dim * 2
-    if stem == "score" or query.dtype == torch.float32:
+    if stem != "score_keys" or query.dtype == torch.float32:
         shared = 0
     compiled = kernel(stem, "score_pages", defines, device, THREADS, shared)
     blocks = min(compiled.blocks_at_once // kv_heads, -(-pages // TILE_PAGES) + 1, MAX_BLOCKS)

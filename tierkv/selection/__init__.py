@@ -15,6 +15,7 @@ from tierkv.selection.base import Selector, page_mass
 from tierkv.selection.bound import Bound
 from tierkv.selection.choose import Chosen, choose
 from tierkv.selection.cuboid import Cuboid
+from tierkv.selection.cuboid8 import Cuboid8
 from tierkv.selection.keys2 import Keys2
 from tierkv.selection.mean import Mean
 from tierkv.selection.oracle import Oracle
@@ -27,6 +28,7 @@ DEFAULT = "cuboid"
 
 SELECTORS: Mapping[str, Callable[[int], Selector]] = {
     "cuboid": lambda page_tokens: Cuboid(),
+    "cuboid8": lambda page_tokens: Cuboid8(),
     "bound": lambda page_tokens: Bound(),
     "mean": lambda page_tokens: Mean(),
     "window": lambda page_tokens: Window(),

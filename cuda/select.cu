@@ -4,8 +4,9 @@
 // result is the same at every run: equal keys are taken in order of their index.
 //
 // Of many keys few can be among the largest `want`: a thread that has seen some of them knows their
-// maximum, and no key below the want-th largest of these maxima is. So all keys are looked at twice
-// (for the maxima, and for a list of those at or above that bound), and only the list is searched.
+// maximum, and no key below the want-th largest of these maxima is. So threads look at all keys once
+// for their maximum, those whose maximum reaches that bound look at theirs again to mark what can be
+// chosen, and only what is marked is searched.
 //
 // -D: THREADS.
 #include "ptx.cuh"
@@ -17,6 +18,7 @@ constexpr int BINS = 1 << BITS;
 constexpr int BINS_EACH = BINS / THREADS;
 constexpr int AT_ONCE = 4;  // keys a thread loads before it looks at one
 constexpr int QUADS = 8;    // the same of four masses from global memory
+constexpr int SLACK = 32;   // maxima by which the bound may be too low
 constexpr unsigned NEVER = 0xffffffffu;  // a target of mass that is not reached
 static_assert(THREADS % LANES == 0 && WARPS <= LANES && BINS % THREADS == 0, "see scan");
 
@@ -25,7 +27,7 @@ struct Sum {
 };
 DEVICE Sum operator+(Sum a, Sum b) { return {a.count + b.count, a.mass + b.mass}; }
 
-struct Scratch {
+struct __align__(16) Scratch {
     unsigned counts[BINS], masses[BINS];
     Sum warps[WARPS];
     Sum above, bin;  // of the keys above the bin where the cut lies, and of that bin
@@ -81,10 +83,11 @@ struct Cut {
     unsigned threshold, ties;
 };
 
-// Where to cut to take the `want` largest of n keys, or as few as hold the mass `target`. Keys of 0
-// are never taken. Every thread receives the cut.
+// Where to cut to take the `want` largest of n keys, or as few as hold the mass `target`; less than
+// `slack` too many may be taken. Keys of 0 never are. Every thread receives the cut.
 template <typename Key>
-DEVICE Cut find_cut(int n, unsigned want, unsigned target, Scratch& scratch, Key key_of) {
+DEVICE Cut find_cut(int n, unsigned want, unsigned target, unsigned slack, Scratch& scratch,
+                    Key key_of) {
     const int lane = threadIdx.x % LANES;
     unsigned ones = 0, zeros = 0;  // bits that are 1, and that are 0, in some key
     for (int i = threadIdx.x; i < n; i += THREADS) {
@@ -102,8 +105,8 @@ DEVICE Cut find_cut(int n, unsigned want, unsigned target, Scratch& scratch, Key
     Sum above = {0, 0}, total;
     for (bool begun = false;; begun = true) {
         const int shift = max(high - BITS, 0);
-        for (int bin = threadIdx.x; bin < BINS; bin += THREADS)
-            scratch.counts[bin] = scratch.masses[bin] = 0;
+        for (int i = threadIdx.x; i < BINS / 2; i += THREADS)
+            reinterpret_cast<uint4*>(scratch.counts)[i] = {0, 0, 0, 0};  // and the masses behind
         __syncthreads();
         for (int base = threadIdx.x - lane; base < n; base += THREADS * AT_ONCE) {
             unsigned keys[AT_ONCE];
@@ -158,8 +161,8 @@ DEVICE Cut find_cut(int n, unsigned want, unsigned target, Scratch& scratch, Key
         prefix |= static_cast<unsigned>(scratch.digit) << shift;
         if (shift == 0) break;
         const unsigned count = scratch.bin.count;
-        if (count == 1 || (target == NEVER && above.count + count == want))
-            return {prefix ? prefix - 1 : 0, 0};  // the whole bin is taken
+        if (count <= slack || (target == NEVER && above.count + count == want))
+            return {prefix ? prefix - 1 : 0, 0};  // the whole bin
         high = shift;
     }
     unsigned ties = min(want - above.count, scratch.bin.count);
@@ -217,6 +220,30 @@ DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take
     return static_cast<int>(found.count + min(found.mass, cut.ties));
 }
 
+// The same of the indices marked in `above`, and the first `ties` of those marked in `equal`.
+template <typename Take>
+DEVICE int list_marked(const unsigned* above, const unsigned* equal, int words, unsigned ties,
+                       Scratch& scratch, Take take) {
+    const int each = (words + THREADS - 1) / THREADS;  // a run of words per thread
+    const int begin = min(words, static_cast<int>(threadIdx.x) * each);
+    const int end = min(words, begin + each);
+    Sum own = {0, 0}, total;  // mass: of `equal`
+    for (int word = begin; word < end; ++word)
+        own = own + Sum{static_cast<unsigned>(__popc(above[word])),
+                        static_cast<unsigned>(__popc(equal[word]))};
+    Sum before = scan(own, total, scratch);
+    for (int word = begin; word < end; ++word)
+        for (unsigned left = above[word] | equal[word]; left; left &= left - 1) {
+            const int bit = __ffs(left) - 1;
+            const bool tie = equal[word] >> bit & 1;
+            if (!tie || before.mass < ties)
+                take(static_cast<int>(before.count + min(before.mass, ties)), word * LANES + bit);
+            before = before + Sum{!tie, tie};
+        }
+    __syncthreads();
+    return static_cast<int>(total.count + min(total.mass, ties));
+}
+
 constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 
 // The rules, per KV head; the rows of KV heads follow each other. The first `cached` masses are
@@ -255,7 +282,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     unsigned* const keys = reinterpret_cast<unsigned*>(shared);  // [cached] from page `origin` on
     unsigned* const list = keys + cached;                        // [listed] candidates' keys
     int* const list_pages = reinterpret_cast<int*>(list + listed);        // [listed] and pages
-    unsigned* const slot_keys = reinterpret_cast<unsigned*>(list_pages + listed);  // [slots]
+    unsigned* const marks = reinterpret_cast<unsigned*>(list_pages + listed);  // 2 bits a candidate
+    unsigned* const slot_keys = marks + 2 * ((capacity + LANES - 1) / LANES);  // [slots]
     int* const pages = reinterpret_cast<int*>(slot_keys + slots);  // [budget] chosen
     int* const frames = pages + budget;   // [budget] theirs, or of a miss its place in the table
     int* const misses = frames + budget;  // [budget] indices of both
@@ -279,9 +307,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
         slot_keys[slot] = held[slot] < 0 ? ~0u : stamped(stamp[slot]);
     if (threadIdx.x == 0) again = 0;
 
-    auto key_of = [&](float value, int i) {
-        return value > 0.f && i >= first - origin && i < n ? __float_as_uint(value) : 0u;
-    };
+    auto positive = [](float value) { return value > 0.f ? __float_as_uint(value) : 0u; };
+    auto is_candidate = [&](int i) { return i >= first - origin && i < n; };
     unsigned largest = 0, seen = 0;  // of the keys this thread loads, and the sum of their mass
     for (int base = threadIdx.x * 4; base < n; base += THREADS * 4 * QUADS) {
         float4 loaded[QUADS];
@@ -294,8 +321,14 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
         for (int j = 0; j < QUADS; ++j) {
             const int i = base + j * THREADS * 4;
             if (i >= n) break;
-            const uint4 four = {key_of(loaded[j].x, i), key_of(loaded[j].y, i + 1),
-                                key_of(loaded[j].z, i + 2), key_of(loaded[j].w, i + 3)};
+            uint4 four = {positive(loaded[j].x), positive(loaded[j].y), positive(loaded[j].z),
+                          positive(loaded[j].w)};
+            if (i < first - origin || i + 4 > n) {
+                if (!is_candidate(i)) four.x = 0;
+                if (!is_candidate(i + 1)) four.y = 0;
+                if (!is_candidate(i + 2)) four.z = 0;
+                if (!is_candidate(i + 3)) four.w = 0;
+            }
             if (i < cached) *reinterpret_cast<uint4*>(keys + i) = four;
             largest = max(largest, max(max(four.x, four.y), max(four.z, four.w)));
             if (share) seen += fixed(four.x) + fixed(four.y) + fixed(four.z) + fixed(four.w);
@@ -310,13 +343,25 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     }
     __syncthreads();
 
-    auto mass_key = [&](int i) { return i < cached ? keys[i] : key_of(mass[i], i); };
+    auto mass_key = [&](int i) {
+        return i < cached ? keys[i] : is_candidate(i) ? positive(mass[i]) : 0u;
+    };
     int found = listed + 1;
     if (n > listed && budget <= THREADS) {
-        const Cut bound =
-            find_cut(THREADS, budget, NEVER, scratch, [&](int) { return largest; });
-        const Cut wide = {bound.threshold, static_cast<unsigned>(budget)};
-        found = take_in_order(n, wide, scratch, mass_key, [&](int rank, int i) {
+        const int words = (n + LANES - 1) / LANES;
+        unsigned* const above = marks;  // [words], bit i % 32 of word i / 32 for key i
+        unsigned* const equal = marks + words;
+        for (int word = threadIdx.x; word < 2 * words; word += THREADS) marks[word] = 0;
+        const unsigned bound = find_cut(THREADS, budget, NEVER, SLACK, scratch,
+                                        [&](int) { return largest; }).threshold;
+        for (int base = threadIdx.x * 4; base < n && largest >= bound; base += THREADS * 4)
+            for (int i = base; i < base + 4; ++i) {
+                const unsigned key = i < n ? mass_key(i) : 0;
+                if (key && key >= bound)  // nobody else sets this bit
+                    atomicAdd((key > bound ? above : equal) + i / LANES, 1u << i % LANES);
+            }
+        __syncthreads();
+        found = list_marked(above, equal, words, budget, scratch, [&](int rank, int i) {
             if (rank >= listed) return;
             list[rank] = mass_key(i);
             list_pages[rank] = origin + i;
@@ -325,11 +370,11 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     int chosen;
     if (found <= listed) {
         auto list_key = [&](int i) { return list[i]; };
-        const Cut best = find_cut(found, budget, target, scratch, list_key);
+        const Cut best = find_cut(found, budget, target, 1, scratch, list_key);
         chosen = take_in_order(found, best, scratch, list_key,
                                [&](int rank, int i) { pages[rank] = list_pages[i]; });
     } else {  // few keys, or many that can be among the largest
-        const Cut best = find_cut(n, budget, target, scratch, mass_key);
+        const Cut best = find_cut(n, budget, target, 1, scratch, mass_key);
         chosen = take_in_order(n, best, scratch, mass_key,
                                [&](int rank, int i) { pages[rank] = origin + i; });
     }
@@ -362,7 +407,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     const int missed = others.count, absent = others.mass, present = chosen - absent;
     if (missed > 0) {
         auto slot_key = [&](int slot) { return slot_keys[slot]; };
-        const Cut oldest = find_cut(slots, missed, NEVER, scratch, slot_key);
+        const Cut oldest = find_cut(slots, missed, NEVER, 1, scratch, slot_key);
         take_in_order(slots, oldest, scratch, slot_key, [&](int rank, int slot) {
             const int page = pages[misses[rank]], frame = first_frame + slot;
             if (held[slot] >= 0) where[held[slot]] = -1;

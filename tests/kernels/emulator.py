@@ -44,7 +44,8 @@ PTX = r"""
 #define SHARED_MEMORY(name) unsigned char* const name = emulated_shared
 #define __global__ static
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __align__(...)
+#define __shared__ alignas(16) static
 using std::max;
 using std::min;
 struct uint3_ { unsigned x, y, z; };
@@ -123,8 +124,7 @@ template <typename T> static T __shfl_up_sync(unsigned, T value, unsigned distan
     const unsigned lane = threadIdx.x % 32;
     return from_lane(value, lane < distance ? lane : lane - distance);
 }
-template <typename T>
-static T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane); }
+template <typename T> static T __shfl_sync(unsigned, T a, int lane) { return from_lane(a, lane); }
 static unsigned __ballot_sync(unsigned, int predicate) {
     const unsigned char mine = predicate != 0;
     auto all = offer(&mine, 1);

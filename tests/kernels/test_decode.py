@@ -100,7 +100,7 @@ def test_splits_fill_the_device() -> None:
         blocks = splits * heads
         rounds = -(-blocks // 264)
         assert blocks / (rounds * 264) >= 0.8, (heads, splits)
-    assert decode.choose_splits(600, 8, 264) == 2
+    assert decode.choose_splits(600, 8, 264) == 4
     assert decode.choose_splits(0, 8, 264) == 1
 
 

@@ -101,7 +101,7 @@ def test_emulated_plans_keep_the_rules(list_pages: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("listed", [64, 0])
 def test_emulated_plans_without_room(listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly all keys, and the list as well, do not fit into shared memory."""
-    room = select.STATIC_SHARED_BYTES + 4 * (14 + 3 * 7 + 2 * listed + 4)
+    room = select.STATIC_SHARED_BYTES + 4 * (14 + 3 * 7 + 2 * 5 + 2 * listed + 4)
     monkeypatch.setattr(select, "shared_memory", lambda device: (room, room))
     for seed in range(6):
         select_cases.check_plans(seed, CPU, budget=7, slots=14, steps=4)

@@ -27,8 +27,8 @@ TILE = 16
 MAX_GROUP = 16
 """Query heads per KV head."""
 
-MIN_SPLIT_TOKENS = 256
-"""Tokens for which a further block pays: four warps, four tiles each."""
+MIN_SPLIT_TOKENS = 128
+"""Tokens for which a further block pays: four warps, two tiles each."""
 
 EFFICIENT = 0.95
 """Share of the device's block places in use that is good enough."""

@@ -201,14 +201,15 @@ def prepare(
         if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(f"all must be contiguous and on {device}, one is on {tensor.device}")
 
-    room = (shared_memory(device)[0] - STATIC_SHARED_BYTES) // 4 - slots - 3 * budget
+    fixed = slots + 3 * budget + 2 * -(-capacity // 32)  # words of shared memory
+    room = (shared_memory(device)[0] - STATIC_SHARED_BYTES) // 4 - fixed
     listed = min(max(LIST_PAGES * budget, THREADS), capacity)
     if budget > THREADS or 2 * listed > room:
         listed = 0
     cached = min(round_up(capacity, 4), (room - 2 * listed) // 4 * 4)
     if room < 0:
         raise ValueError(f"{slots} slots and a budget of {budget} pages exceed shared memory")
-    shared = 4 * (slots + 3 * budget + 2 * listed + cached)
+    shared = 4 * (fixed + 2 * listed + cached)
     compiled = kernel("select", "choose_pages", (("THREADS", THREADS),), device, THREADS, shared)
     share = 0 if mass_target is None else -(-int(mass_target * (1 << 52)) // (1 << 20))
     arguments = (

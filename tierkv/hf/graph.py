@@ -90,9 +90,14 @@ class DecodeGraph:
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
         self.lookups.begin()
-        if self._graph is None:
+        exact = self.lookups.exact
+        if self._graph is None or exact.outgrown:
+            self._graph = None
+            exact.renew()
             self._capture()
         self._graph.replay()
+        manager.transfer.replayed()
+        exact.count()
         self.replays += 1
         manager.end_token(sequences)
         assert self._logits is not None
@@ -114,6 +119,7 @@ class DecodeGraph:
             self._capture()
 
     def _run(self) -> torch.Tensor:
+        self.lookups.exact.start()
         with running(self.hf_model, self.lookups, self.upcoming) as step_cache:
             self.output = (self._compiled or self._forward)(
                 input_ids=self.ids,
@@ -122,6 +128,7 @@ class DecodeGraph:
                 return_dict=True,
                 **{cache_argument(self.hf_model): step_cache},
             )
+        self.lookups.exact.finish()
         logits: torch.Tensor = self.output.logits
         return logits
 

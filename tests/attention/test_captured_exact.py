@@ -1,0 +1,102 @@
+"""Captured exact steps that stream pages, emulated on the CPU, against eager ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.hf.test_exact_tokens import model
+from tests.kernels import emulator
+from tests.paging_helpers import budgets
+from tierkv.attention import captured_exact
+from tierkv.hf.attach import cache_argument
+from tierkv.hf.geometry import model_geometry
+from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels import codec, decode, gather, merge
+from tierkv.tiers.transfer import Transfer
+
+NEW = 40
+
+
+class Rerun:
+    """Stands in for a CUDA graph: runs the work again into the same memory."""
+
+    made = 0
+
+    def __init__(self, work: Any, result: torch.Tensor):
+        self.work, self.result = work, result
+        Rerun.made += 1
+
+    def replay(self) -> None:
+        self.result.copy_(self.work())
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulator.COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("the emulator needs g++ on Linux")
+    for module in (codec, decode, gather, merge):
+        monkeypatch.setattr(module, "kernel", emulator.kernel)
+    monkeypatch.setattr(decode, "shared_memory", emulator.shared_memory)
+
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    monkeypatch.setattr(Transfer, "capture", rerun)
+    Rerun.made = 0
+
+
+@torch.no_grad()
+def logits(name: str, ids: torch.Tensor, given: dict[str, Any], captured: bool) -> Any:
+    """Return logits of the last `NEW` tokens but one chunk in between, and how it went."""
+    argument, steps = cache_argument(model(name)), []
+    with tierkv.wrap(model(name), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model(name), tier_cache, 800)
+        at = ids.shape[1] - NEW
+        while at < ids.shape[1]:
+            count = 5 if at == ids.shape[1] - NEW // 2 else 1  # a chunk between replays
+            part = ids[:, at : at + count]
+            if captured and count == 1:
+                assert not graph.obstacle()
+                steps.append(graph.step(part)[0].clone())
+            else:
+                steps.append(model(name)(part, **{argument: tier_cache}).logits[0])
+            at += count
+        stats = wrapped.stats()
+    return torch.cat(steps), stats, graph.replays
+
+
+@pytest.mark.parametrize(
+    ("name", "codecs", "more", "later"),
+    [
+        ("llama", "raw", 0, 1), ("llama", "raw", 40, 128),
+        ("qwen3", "int8", 40, 1), ("llama", "int4", 40, 128),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("emulated")
+def test_streamed_steps_equal_eager_ones(
+    name: str, codecs: str, more: int, later: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Blocks of one page and of several; pages sealed between replays; steps captured anew."""
+    monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", later)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 200 + 10 * more + NEW))
+    given = budgets("warm", model(name), tmp_path, page_tokens=16, rows=1) | {"codec": codecs}
+    if more:
+        geometry = model_geometry(model(name).config, model(name).dtype, 16)
+        assert geometry is not None
+        given["gpu_budget"] += more * geometry.page_bytes
+    want, eager, _ = logits(name, ids, given, captured=False)
+    got, stats, replays = logits(name, ids, given, captured=True)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert replays == NEW - 5
+    assert stats["hits"] == eager["hits"]
+    assert stats["hits"]["warm"] > 0

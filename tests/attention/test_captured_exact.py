@@ -53,22 +53,24 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def logits(name: str, ids: torch.Tensor, given: dict[str, Any], captured: bool) -> Any:
-    """Return logits of the last `NEW` tokens but one chunk in between, and how it went."""
-    argument, steps = cache_argument(model(name)), []
-    with tierkv.wrap(model(name), **given) as wrapped:
+def logits_of(
+    hf_model: Any, ids: torch.Tensor, given: dict[str, Any], new: int, captured: bool
+) -> Any:
+    """Return logits of the last `new` tokens, five of them in one chunk, and how it went."""
+    argument, steps = cache_argument(hf_model), []
+    with tierkv.wrap(hf_model, **given) as wrapped:
         tier_cache = wrapped.cache()
-        wrapped.prefill(ids[:, :-NEW], tier_cache)
-        graph = DecodeGraph(model(name), tier_cache, 800)
-        at = ids.shape[1] - NEW
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph = DecodeGraph(hf_model, tier_cache, 2 * ids.shape[1])
+        at = ids.shape[1] - new
         while at < ids.shape[1]:
-            count = 5 if at == ids.shape[1] - NEW // 2 else 1  # a chunk between replays
+            count = 5 if at == ids.shape[1] - new // 2 else 1  # a chunk between replays
             part = ids[:, at : at + count]
             if captured and count == 1:
                 assert not graph.obstacle()
                 steps.append(graph.step(part)[0].clone())
             else:
-                steps.append(model(name)(part, **{argument: tier_cache}).logits[0])
+                steps.append(hf_model(part, **{argument: tier_cache}).logits[0])
             at += count
         stats = wrapped.stats()
     return torch.cat(steps), stats, graph.replays
@@ -94,8 +96,8 @@ def test_streamed_steps_equal_eager_ones(
         geometry = model_geometry(model(name).config, model(name).dtype, 16)
         assert geometry is not None
         given["gpu_budget"] += more * geometry.page_bytes
-    want, eager, _ = logits(name, ids, given, captured=False)
-    got, stats, replays = logits(name, ids, given, captured=True)
+    want, eager, _ = logits_of(model(name), ids, given, NEW, captured=False)
+    got, stats, replays = logits_of(model(name), ids, given, NEW, captured=True)
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
     assert replays == NEW - 5
     assert stats["hits"] == eager["hits"]

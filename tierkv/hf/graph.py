@@ -22,8 +22,10 @@ from tierkv.hf.upcoming import Upcoming
 from tierkv.kernels import decode
 from tierkv.kernels.build import available
 
-WARMUPS = 2
+WARMUPS = 1
 """Eager runs of a step before it is captured: libraries set themselves up."""
+MIN_ROOM = 4096
+"""Tokens that can be replayed at least, also beyond what the model was trained for."""
 
 
 class DecodeGraph:
@@ -136,14 +138,17 @@ class DecodeGraph:
 def decode_graph(
     hf_model: Any, tier_cache: TierCache, config: Config, tokens: int
 ) -> DecodeGraph | None:
-    """Return the decode step of a cache as a CUDA graph, if it is wanted and can be one.
+    """Return the decode step of a cache as a CUDA graph, unless it is unwanted or cannot be one.
 
     The cache holds one sequence without padding, of `tokens` tokens, and keeps the graph.
     """
-    wanted, manager = config.cuda_graph, tier_cache.manager
-    if wanted is None:
-        wanted = config.attention == "selective"
-    if not wanted or manager is None or manager.device.type != "cuda" or tier_cache.tiered_in_part:
+    manager = tier_cache.manager
+    if (
+        config.cuda_graph is False
+        or manager is None
+        or manager.device.type != "cuda"
+        or tier_cache.tiered_in_part
+    ):
         return None
     text, device = hf_model.config.get_text_config(decoder=True), manager.device
     heads = text.num_attention_heads
@@ -154,7 +159,7 @@ def decode_graph(
     ):
         return None
     if tier_cache.graph is None:
-        most = max(config.max_context or text.max_position_embeddings, tokens)
+        most = max(config.max_context or text.max_position_embeddings, tokens + MIN_ROOM)
         tier_cache.graph = DecodeGraph(
             hf_model, tier_cache, most, look_ahead=config.look_ahead, compiled=config.compile
         )

@@ -239,6 +239,7 @@ def _rows_table(rows: list[dict[str, Any]]) -> Table:
         cut = row["layers"] != row["layers_of_shape"]
         layers = f" ({row['layers']}/{row['layers_of_shape']} layers)" if cut else ""
         ours, speedup = row["system"] == TIERKV, row.get("speedup", {})
+        graph = ", graph" if row.get("captured") else ""
         pinned = "" if row["pinned_bytes"] is None else f" ({format_bytes(row['pinned_bytes'])})"
         table.add_row(
             row["shape"] + layers,

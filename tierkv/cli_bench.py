@@ -244,9 +244,7 @@ def _rows_table(rows: list[dict[str, Any]]) -> Table:
         table.add_row(
             row["shape"] + layers,
             f"{row['tokens']:,}",
-            f"tierkv {hot_label(row['hot_share'])}{', graph' if row.get('captured') else ''}"
-            if ours
-            else row["system"],
+            f"tierkv {hot_label(row['hot_share'])}{graph}" if ours else row["system"],
             f"{'exact' if row['exact'] else 'selective'} {row['codec']}",
             *(format_bytes(row[f"{tier}_bytes"]) for tier in ("hot", "warm", "cold")),
             f"{row['decode']['ms_p50']:.2f}",

@@ -106,7 +106,7 @@ class Systems:
                 **{f"{name}_bytes": tiers[name] for name in ("hot", "warm", "cold")},
                 "bytes_per_token": {way: total / steps for way, total in moved.items()},
                 "pinned_bytes": wrapped.manager.warm.taken_bytes if wrapped.manager else 0,
-                "timeline": self._timeline(run),
+                "timeline": self._timeline(cache),
                 "captured": captured,
             }
             cache.close()
@@ -140,7 +140,8 @@ class Systems:
         }
         return row, moved
 
-    def _timeline(self, run: Step) -> dict[str, Any] | None:
+    def _timeline(self, cache: Any) -> dict[str, Any] | None:
+        """Return the timeline of an eager step; the profiler sees little of a replay."""
         if self.options.device.type != "cuda":
             return None
         self.say("timeline", 0, 1)
@@ -148,7 +149,7 @@ class Systems:
 
         def work() -> None:
             with torch.no_grad():
-                run(token)
+                workload.step(self.model, cache, token)
             memory.synchronize(self.options.device)
 
         try:

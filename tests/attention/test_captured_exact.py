@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import tierkv
 from tests.hf.test_exact_tokens import model
 from tests.kernels import emulator
 from tests.paging_helpers import budgets
+from tierkv import api
 from tierkv.attention import captured_exact
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.geometry import model_geometry
@@ -102,3 +104,50 @@ def test_streamed_steps_equal_eager_ones(
     assert replays == NEW - 5
     assert stats["hits"] == eager["hits"]
     assert stats["hits"]["warm"] > 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_first_step_is_proved(tmp_path: Path, monkeypatch: Any) -> None:
+    """A replay that leaves out what the model needs is found by its logits, and no token is wrong.
+
+    A model that takes positions from the length of its cache would go on from position 0.
+    """
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    given = budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=1)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    want = model("llama").generate(ids, output_hidden_states=True, **how)
+    made = Transfer.capture
+
+    def wrong(self: Any, work: Any, warmups: int) -> Any:
+        return made(self, lambda: -work(), warmups)
+
+    for capture, replays in ((made, 6), (wrong, 1)):
+        monkeypatch.setattr(Transfer, "capture", capture)
+        with tierkv.wrap(model("llama"), **given) as wrapped:
+            tier_cache = wrapped.cache()
+            graph = DecodeGraph(model("llama"), tier_cache, 400, proves=True)
+            monkeypatch.setattr(api, "decode_graph", lambda *args, graph=graph: graph)
+            argument = {cache_argument(model("llama")): tier_cache}
+            warns = pytest.warns(UserWarning, match="logits differ from the model's own by 2")
+            with warns if capture is wrong else nullcontext():
+                got = wrapped.generate(ids, **argument, **how)
+            assert got.sequences.tolist() == want.sequences.tolist()
+            assert graph.replays == replays
+            assert bool(graph.obstacle()) == (capture is wrong)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_a_replay_cannot_return_is_not_replayed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Replays know logits only; whoever asks for hidden states gets an eager step."""
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        tier_cache = wrapped.cache()
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+        argument = {cache_argument(model("llama")): tier_cache}
+        got = wrapped.generate(
+            ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True,
+            output_hidden_states=True, **argument,
+        )  # fmt: skip
+    assert len(got.hidden_states) == 3
+    assert graph.replays == 0

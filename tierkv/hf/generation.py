@@ -24,6 +24,13 @@ LOOK_AT_PROMPTS = (
 """Arguments of `generate` by which more than the set of a prompt's tokens counts."""
 
 
+REPLAYED = (
+    "input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict",
+    "logits_to_keep",
+)  # fmt: skip
+"""Arguments of a model's forward, beside its cache, that a replay makes up for."""
+
+
 @contextmanager
 def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[None]:
     """Feed a model only the tokens its cache does not hold, while the block runs.
@@ -68,6 +75,9 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iter
         ids = kwargs.get("input_ids")
         if args or ids is None or ids.shape != (1, 1) or kwargs.get(name) is not graph.tier_cache:
             return forward(*args, **kwargs)
+        others = (kwargs[key] for key in kwargs.keys() - {name, *REPLAYED})
+        if any(value is not None and value is not False for value in others):
+            return forward(**kwargs)  # it asks for more than logits
         obstacle, warns = graph.obstacle(), asked
         if not obstacle:
             try:

@@ -15,13 +15,12 @@ from tierkv.tiers.streams import Span
 class StagedCopies:
     """Blocks of pages that every replay of a step brings up and reads in the same order.
 
-    They are copied as far ahead of their reader as there are buffers, into each on a stream of its
-    own: in a graph a copy that follows another starts some 50 us late (H200), one beside another
-    keeps the link busy. Between `begin` and `end` the reader asks for blocks one by one. On a CPU
+    They are copied one after another on a stream of their own, as far ahead of their reader as
+    there are buffers. Between `begin` and `end` the reader asks for them one by one. On a CPU
     device nothing is copied ahead.
 
     Args:
-        streams: one for each buffer; none without a GPU.
+        stream: what copies are enqueued on; None without a GPU.
         buffers: ``[buffers, pages, frame_bytes]`` uint8 on the device.
         lay_out: ``lay_out(buffer, block)`` decodes what a buffer holds into the arena.
         blocks: the copies of each block.
@@ -30,13 +29,13 @@ class StagedCopies:
 
     def __init__(
         self,
-        streams: Sequence[Any],
+        stream: Any,
         buffers: torch.Tensor,
         lay_out: Callable[[int, Sequence[Span]], None],
         blocks: Sequence[Sequence[Span]],
         arena: Arena,
     ):
-        self._streams, self._buffers, self._lay_out = streams, buffers, lay_out
+        self._stream, self._buffers, self._lay_out = stream, buffers, lay_out
         self._blocks, self.arena = blocks, arena
         self._copied: deque[Any] = deque()  # of the blocks under way
         self._read: list[Any] = []  # of each buffer
@@ -47,19 +46,19 @@ class StagedCopies:
         self._at = 0
         self._copied.clear()
         self._read = [None] * len(self._buffers)
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        for _ in range(min(len(self._streams), len(self._blocks))):
-            self._copy()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            for _ in range(min(len(self._buffers), len(self._blocks))):
+                self._copy()
 
     def next(self) -> Arena:
         """Return the arena with the next block in it, valid until the one after is asked for."""
         block, buffer = self._blocks[self._at], self._at % len(self._buffers)
         self._at += 1
-        if not self._streams:
+        if self._stream is None:
             self._lay_out(buffer, block)
             return self.arena
-        reader = torch.cuda.current_stream(self._streams[buffer].device)
+        reader = torch.cuda.current_stream(self._stream.device)
         reader.wait_event(self._copied.popleft())
         self._lay_out(buffer, block)
         self._read[buffer] = reader.record_event()
@@ -70,17 +69,16 @@ class StagedCopies:
     def end(self) -> None:
         """Make the caller's stream wait for all copies; every block has been read."""
         assert self._at == len(self._blocks), f"{len(self._blocks) - self._at} blocks are unread"
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _copy(self) -> None:
         at = self._at + len(self._copied)
         buffer = at % len(self._buffers)
-        stream = self._streams[buffer]
         if self._read[buffer] is not None:
-            stream.wait_event(self._read[buffer])
-        with torch.cuda.stream(stream):
+            self._stream.wait_event(self._read[buffer])
+        with torch.cuda.stream(self._stream):
             for span in self._blocks[at]:
                 raw = self._buffers[buffer, span.first : span.stop]
                 raw.copy_(span.warm, non_blocking=True)
-            self._copied.append(stream.record_event())
+            self._copied.append(self._stream.record_event())

@@ -72,9 +72,6 @@ class Transfer:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
             self._down = StreamClock(torch.cuda.Stream(device, priority=-1))
             self._aside = torch.cuda.Stream(device)
-            self._staging_streams = [
-                torch.cuda.Stream(device, priority=-1) for _ in range(staging_buffers)
-            ]
             half = -(-staging_pages // 2)  # pages go down in pieces of this size
             up, down = (staging_buffers, staging_pages), (staging_buffers, half)
             self._up_raw, self._down_raw = (
@@ -258,13 +255,13 @@ class Transfer:
                 for span in block:
                     self.format.read(span.warm, arena, span.first)
 
-            return StagedCopies((), torch.empty((1, 0)), read, blocks, arena)
+            return StagedCopies(None, torch.empty((1, 0)), read, blocks, arena)
 
         def lay_out(buffer: int, block: Sequence[Span]) -> None:
             for first, stop in joined(block):
                 self._prepared_read(buffer, first, stop)()
 
-        return StagedCopies(self._staging_streams, self._up_raw, lay_out, blocks, self.staging[0])
+        return StagedCopies(self._up.stream, self._up_raw, lay_out, blocks, self.staging[0])
 
     def finish(self) -> None:
         """Block until the work on the caller's stream is over."""

@@ -108,6 +108,13 @@ def test_emulated_plans_without_room(listed: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("emulated")
+def test_emulated_plans_of_many_pages_for_few_threads() -> None:
+    """Every thread comes to several words of marks."""
+    for seed in range(3):
+        select_cases.check_plans(seed, CPU, capacity=4200, budget=6, slots=9, steps=3)
+
+
+@pytest.mark.usefixtures("emulated")
 def test_emulated_pipeline_attends_to_what_was_chosen() -> None:
     geometry = Geometry(1, 2, 32, 16, torch.bfloat16, 16)
     select_cases.check_pipeline(CPU, geometry, pages=40, budget=5, steps=3)

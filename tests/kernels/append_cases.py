@@ -19,31 +19,34 @@ SHAPES = [
 
 
 def check_append(seed: int, geometry: Geometry, heads: int, device: torch.device) -> None:
-    """Only the token at the slot changes, whatever the strides of what is given."""
+    """Only the tokens at the slots change, whatever the strides of what is given."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     arena = Arena.allocate(geometry, 3, device)[0]
     for tensor in (arena.k, arena.v):
         tensor.normal_()
-    queries = torch.empty(heads, geometry.k_dim, dtype=geometry.dtype, device=device)
-    kv_heads, at = geometry.kv_heads, rng.randrange(arena.k.shape[1])
+    kv_heads, batch = geometry.kv_heads, rng.choice([1, 1, 3])
+    queries = torch.empty(batch, heads, geometry.k_dim, dtype=geometry.dtype, device=device)
+    at = rng.sample(range(arena.k.shape[1]), batch)
 
     def rows(count: int, dim: int) -> torch.Tensor:
-        made = torch.randn(count, dim, device=device).to(geometry.dtype)
-        kind = rng.randrange(4)
+        made = torch.randn(batch, count, dim, device=device).to(geometry.dtype)
+        kind = rng.randrange(5)
         if kind == 1:  # a slice of wider rows
-            return torch.nn.functional.pad(made, (0, 16))[:, :dim]
+            return torch.nn.functional.pad(made, (0, 16))[..., :dim]
         if kind == 2:  # not dense
-            return made.t().contiguous().t()
+            return made.transpose(1, 2).contiguous().transpose(1, 2)
         if kind == 3:  # begins within 16 bytes
-            return torch.nn.functional.pad(made, (1, 15))[:, 1 : dim + 1]
+            return torch.nn.functional.pad(made, (1, 15))[..., 1 : dim + 1]
+        if kind == 4:  # heads first
+            return made.transpose(0, 1).contiguous().transpose(0, 1)
         return made
 
     query, key = rows(heads, geometry.k_dim), rows(kv_heads, geometry.k_dim)
     value = rows(kv_heads, geometry.v_dim)
     want_k, want_v = arena.k.clone(), arena.v.clone()
-    want_k[:, at], want_v[:, at] = key, value
-    slot = torch.tensor([at], device=device)
-    append(query, key, value, queries=queries, k=arena.k, v=arena.v, slot=slot)
+    want_k[:, at], want_v[:, at] = key.transpose(0, 1), value.transpose(0, 1)
+    slots = torch.tensor(at, device=device)
+    append(query, key, value, queries=queries, k=arena.k, v=arena.v, slots=slots)
     for got, want in ((queries, query), (arena.k, want_k), (arena.v, want_v)):
         assert torch.equal(got, want), seed

@@ -29,11 +29,12 @@ def test_emulated_tokens_go_where_they_belong(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query": torch.zeros(4, 32)}, "query must be"),
-        ({"key": torch.zeros(2, 64).half()}, "float16"),
-        ({"value": torch.zeros(3, 64)}, "value must be"),
-        ({"slot": torch.zeros(1)}, "slot"),
-        ({"queries": torch.zeros(64, 4).t()}, "dense"),
+        ({"query": torch.zeros(2, 4, 32)}, "query must be"),
+        ({"key": torch.zeros(2, 2, 64).half()}, "float16"),
+        ({"value": torch.zeros(1, 2, 64)}, "value must be"),
+        ({"slots": torch.zeros(2)}, "slots"),
+        ({"slots": torch.zeros(1, dtype=torch.int64)}, "slots"),
+        ({"queries": torch.zeros(2, 64, 4).transpose(1, 2)}, "dense"),
         ({"k": torch.zeros(2, 64, 8).transpose(1, 2)}, "dense"),
         ({"v": torch.zeros(2, 9, 64)}, "v must be"),
     ],
@@ -41,9 +42,10 @@ def test_emulated_tokens_go_where_they_belong(
 )
 def test_wrong_tokens_are_refused(changes: dict[str, Any], message: str) -> None:
     arguments = {
-        "query": torch.zeros(4, 64), "key": torch.zeros(2, 64), "value": torch.zeros(2, 64),
-        "queries": torch.zeros(4, 64), "k": torch.zeros(2, 8, 64), "v": torch.zeros(2, 8, 64),
-        "slot": torch.zeros(1, dtype=torch.int64), **changes,
+        "query": torch.zeros(2, 4, 64), "key": torch.zeros(2, 2, 64),
+        "value": torch.zeros(2, 2, 64), "queries": torch.zeros(2, 4, 64),
+        "k": torch.zeros(2, 8, 64), "v": torch.zeros(2, 8, 64),
+        "slots": torch.zeros(2, dtype=torch.int64), **changes,
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         append.append(**arguments)

@@ -19,19 +19,27 @@ from tierkv.paging.sequences import Sequences
 
 
 class CapturedLookups:
-    """Fixed memory of captured steps of one sequence.
+    """Fixed memory of captured steps of sequences that run together.
 
     Args:
+        padding: ``[batch]`` int32, tokens hidden before each sequence; None for none.
         max_pages: pages that the context may grow to, the tail included.
     """
 
-    def __init__(self, manager: PageManager, sequences: Sequences, max_pages: int):
+    def __init__(
+        self,
+        manager: PageManager,
+        sequences: Sequences,
+        max_pages: int,
+        padding: torch.Tensor | None = None,
+    ):
         device, layers = manager.device, manager.geometry.layers
         self.manager, self.sequences = manager, sequences
         spec = manager.selective.spec if manager.selective is not None else None
         self.exact_layers = layers if spec is None else min(spec.dense_layers, layers)
-        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages)
-        self.slots = torch.zeros((layers, 1), dtype=torch.int64, device=device)
+        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages, padding)
+        shape = layers, max(sequences.batch, 1)
+        self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self._reader: selective_gpu.Reader | None = None
 
     def obstacle(self) -> str:
@@ -54,7 +62,7 @@ class CapturedLookups:
         """Set what a step for the next token reads from device memory."""
         sequences, page_tokens = self.sequences, self.manager.geometry.page_tokens
         past, offset = divmod(sequences.lengths[0], page_tokens)
-        slots = sequences.tails[:, :1] * page_tokens + offset
+        slots = sequences.tails * page_tokens + offset
         self.slots.copy_(torch.from_numpy(slots), non_blocking=True)
         self.exact.begin(past, offset + 1)
         if self._reader is not None:
@@ -97,20 +105,20 @@ class CapturedLookups:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write the new token of a layer to its tail, and attend.
+        """Write the new token of each sequence to a layer's tails, and attend.
 
         Args:
-            query: ``[1, heads, 1, k_dim]``.
-            key, value: ``[1, kv_heads, 1, dim]``.
+            query: ``[batch, heads, 1, k_dim]``.
+            key, value: ``[batch, kv_heads, 1, dim]``.
 
         Returns:
-            ``[1, 1, heads, v_dim]``.
+            ``[batch, 1, heads, v_dim]``.
         """
         selects, arena = layer >= self.exact_layers, self.manager.hot.arenas[layer]
         queries = self._reader_of(query).query if selects else self.exact.queries(query)
         append(
-            query[0, :, 0], key[0, :, 0], value[0, :, 0], queries=queries[0], k=arena.k, v=arena.v,
-            slot=self.slots[layer],
+            query[:, :, 0], key[:, :, 0], value[:, :, 0], queries=queries, k=arena.k, v=arena.v,
+            slots=self.slots[layer],
         )  # fmt: skip
         if selects:
             self.manager.transfer.join(layer)

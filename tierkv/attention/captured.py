@@ -7,12 +7,13 @@ each replay. Layers that select read through their `Reader`; the others have all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 
 from tierkv.attention import selective_gpu
+from tierkv.attention.selective_gpu import MAX_ROUNDS, rounds
 from tierkv.kernels import decode
 from tierkv.kernels.decode import PagedKV
 from tierkv.kernels.merge import Partials, merge
@@ -57,9 +58,25 @@ class CapturedLookups:
             plan = self.manager.plan(self.sequences, layer, past)
             if len(plan.streamed):
                 return f"layer {layer} is exact and {len(plan.streamed)} of its pages are not hot"
-        if selective is not None and selective.away and not selective.spec.skips:
-            return f"{selective.away} pages are on disk, and waiting for them takes the host"
+        if self.waits and selective is not None and rounds(self.manager) > MAX_ROUNDS:
+            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads
+            return (
+                f"a layer may wait for {missing} pages on disk, and cpu_budget leaves room for "
+                f"{self.manager.warm.inbound.capacity} at once"
+            )
         return ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps may choose pages on disk and wait for them."""
+        selective = self.manager.selective
+        return selective is not None and selective.away > 0 and not selective.spec.skips
+
+    def answered(self) -> AbstractContextManager[None]:
+        """Answer, while the block runs a step, what it asks for; see `FaultService.serving`."""
+        if not self.waits:
+            return nullcontext()
+        return selective_gpu.faults_of(self.manager).serving(self.sequences)
 
     def _past(self) -> int:
         return self.sequences.lengths[0] // self.manager.geometry.page_tokens
@@ -95,7 +112,7 @@ class CapturedLookups:
         finally:
             state.counters.copy_(counts[0])
             state.announced.copy_(counts[1])
-            state.step.add_(1)
+            state.next_step()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write the new token of a layer to its tail. k, v: ``[1, kv_heads, 1, dim]``."""
@@ -127,8 +144,9 @@ class CapturedLookups:
         if layer >= self.exact_layers:
             self.manager.transfer.join(layer)
             return self._reader_of(query).attend(
-                query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
-            )
+                query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None,
+                faults=self.waits,
+            )  # fmt: skip
         return self._exact(query, layer, scale, softcap, sinks)
 
     def _reader_of(self, query: torch.Tensor) -> selective_gpu.Reader:

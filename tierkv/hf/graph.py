@@ -64,6 +64,7 @@ class DecodeGraph:
         self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
         self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
         self._graph: Any = None
+        self._waits = False  # whether the graph can wait for pages on disk
         self._failed = ""
         self._logits: torch.Tensor | None = None
         self.output: Any = None
@@ -82,6 +83,8 @@ class DecodeGraph:
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
+            ColdReadError, PageFaultError: a page could not be read from disk; nothing was appended,
+                and the step may be repeated.
             CaptureError: the model does something in a step that needs the host; nothing was
                 appended, and `obstacle` says so from now on.
         """
@@ -90,9 +93,12 @@ class DecodeGraph:
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
         self.lookups.begin()
-        if self._graph is None:
-            self._capture()
-        self._graph.replay()
+        if self.lookups.waits and not self._waits:
+            self._graph, self._waits = None, True
+        with self.lookups.answered():
+            if self._graph is None:
+                self._capture()
+            self._graph.replay()
         self.replays += 1
         manager.end_token(sequences)
         assert self._logits is not None

@@ -1,0 +1,61 @@
+"""Captured steps over pages on disk: the kernels emulated, the thread that answers a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.attention.test_selective import settings
+from tests.attention.test_selective_gpu import Rerun, emulated, logits
+from tests.hf.test_exact_tokens import model
+from tierkv.errors import ColdReadError, PageFaultError
+from tierkv.hf.graph import DecodeGraph
+from tierkv.paging.faults import FaultService
+from tierkv.tiers.transfer import Transfer
+
+__all__ = ["emulated"]
+NEW = 3
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, emulated: None) -> None:
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    monkeypatch.setattr(Transfer, "capture", rerun)
+
+
+def prompt() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(3, 199, (1, 302 + NEW))
+
+
+def given(tmp_path: Path, guests: int) -> dict[str, Any]:
+    """Budgets of three tiers; each guest takes a frame of eight."""
+    wanted = settings("cold", "llama", tmp_path)
+    if guests:
+        wanted["cpu_budget"] *= guests
+    return wanted
+
+
+@pytest.mark.parametrize("guests", [1, 4])
+@pytest.mark.usefixtures("captured")
+def test_captured_steps_wait_for_pages_on_disk(guests: int, tmp_path: Path) -> None:
+    """With one inbound frame a layer's pages come in several rounds; steps cross a seal."""
+    ids, wanted = prompt(), given(tmp_path, guests)
+    want = logits("llama", ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        for at in range(ids.shape[1] - NEW, ids.shape[1]):
+            assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+        counts = wrapped.stats()["selective"]
+        assert counts["awaited"] > 0 and counts["faults"]["pages_awaited"] > 0
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)

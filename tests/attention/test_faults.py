@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def given(tmp_path: Path, guests: int) -> dict[str, Any]:
     return wanted
 
 
+def stepped(wrapped: Any, tier_cache: Any, ids: torch.Tensor, graph: DecodeGraph) -> list[Any]:
+    got = []
+    for at in range(tier_cache.get_seq_length(), ids.shape[1]):
+        assert not graph.obstacle()
+        got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    return got
+
+
 @pytest.mark.parametrize("guests", [1, 4])
 @pytest.mark.usefixtures("captured")
 def test_captured_steps_wait_for_pages_on_disk(guests: int, tmp_path: Path) -> None:
@@ -52,10 +61,47 @@ def test_captured_steps_wait_for_pages_on_disk(guests: int, tmp_path: Path) -> N
     with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
         tier_cache = wrapped.cache()
         wrapped.prefill(ids[:, :-NEW], tier_cache)
-        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
-        for at in range(ids.shape[1] - NEW, ids.shape[1]):
-            assert not graph.obstacle()
-            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids, graph)
         counts = wrapped.stats()["selective"]
         assert counts["awaited"] > 0 and counts["faults"]["pages_awaited"] > 0
+        assert counts["faults"]["guests"] == (3 if guests == 4 else 0)
+        assert not wrapped.manager.warm.inbound.used
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "dead"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("captured")
+def test_a_step_without_an_answer_fails_and_can_be_repeated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that cannot be read, or a dead thread, ends the step with an error that says so.
+
+    Nothing of it is appended, nothing hangs, and the same token can be decoded again.
+    """
+    ids, wanted = prompt(), given(tmp_path, 4)
+    want = logits("llama", ids, wanted)
+    monkeypatch.setattr(FaultService, "patience", 0.3)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        with monkeypatch.context() as broken:
+            if kind == "dead":
+                broken.setattr(FaultService, "_answer", lambda *_: sys.exit())
+                error, text = PageFaultError, "0.3 s: the thread that reads them has died"
+            else:
+                broken.setattr(wrapped.manager.cold, "read_into", unreadable)
+                error, text = ColdReadError, "made up"
+            for _ in range(2):
+                with pytest.raises(error, match=text):
+                    graph.step(ids[:, -NEW : 1 - NEW])
+                assert tier_cache.get_seq_length() == ids.shape[1] - NEW
+                assert not wrapped.manager.warm.inbound.used
+        got = stepped(wrapped, tier_cache, ids, graph)
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def unreadable(keys: Any, buffers: Any) -> None:
+    raise ColdReadError("made up")

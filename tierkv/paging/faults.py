@@ -52,21 +52,23 @@ class FaultService:
     """Answers the questions of one manager's captured steps.
 
     Attributes:
+        patience: see `PATIENCE`.
         questions, awaited, seconds: questions answered, pages they waited for, and for how long.
         ahead, ahead_failed: nearly chosen pages that were read, and that could not be.
         left: guests that made room.
 
     Args:
         manager: has a store, and layers that select.
-        patience: see `PATIENCE`.
 
     Raises:
         WarmBudgetError: guest frames cannot be pinned.
     """
 
-    def __init__(self, manager: PageManager, mailbox: Mailbox, patience: float = PATIENCE):
+    patience = PATIENCE
+
+    def __init__(self, manager: PageManager, mailbox: Mailbox):
         assert manager.selective is not None
-        self.mailbox, self.patience = mailbox, patience
+        self.mailbox = mailbox
         self.questions = self.awaited = self.ahead = self.ahead_failed = self.left = 0
         self.seconds = 0.0
         self.guests = Guests(manager.warm.guests)

@@ -75,9 +75,9 @@ class FaultService:
         self._manager, self._state = manager, manager.selective
         self._capacity = self._state.spec.max_pages
         warm = manager.warm
-        self._transit: Frames = np.arange(warm.homes.capacity, warm.num_frames - len(warm.guests))
-        for frames in (self._transit, warm.guests):  # pinned now: no thread may do it in a step
-            warm.addresses(frames)
+        self._used: Frames = np.arange(warm.homes.capacity, warm.num_frames)
+        warm.addresses(self._used)  # pinned now: no thread may do it in a step
+        self._copied = (-1, -1)  # what had been copied to and from these frames at the last look
         self._lock = threading.Condition()  # guards all below
         self._thread: threading.Thread | None = None
         self._sequences: Sequences | None = None
@@ -126,6 +126,18 @@ class FaultService:
             )
         self._want(*self.mailbox.take_foreseen())
 
+    def welcome(self, position: int) -> Frames | None:
+        """Take a guest frame in every layer for a page that is sealed; None if there are too few.
+
+        The caller, between steps, fills them and tells the device of them.
+        """
+        layers = len(self._state.addresses)
+        with self._lock:
+            if self.guests.free < layers:
+                return None
+            keys = np.arange(layers) * self._capacity + position
+            return self.guests.take(keys, self._state.steps)
+
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on. No step is running."""
         with self._lock:
@@ -162,9 +174,11 @@ class FaultService:
     def _prepare(self) -> None:
         """Tell the device of pages that have arrived, and make room for more."""
         manager = self._manager
-        if manager.warm.inbound.used:
-            manager.lookahead.cancel()
-        manager.transfer.wait_frames(self._transit)
+        copied = manager.stats.hot_to_warm_bytes, manager.stats.warm_to_hot_bytes
+        if copied != self._copied:
+            manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
+            manager.transfer.wait_frames(self._used)
+            self._copied = copied
         with self._lock:
             arrived, self._arrived = np.array(self._arrived, dtype=np.int64), []
             frames = self.guests.find(arrived)

@@ -207,12 +207,16 @@ class SelectiveState:
         v: torch.Tensor,
         frames: tuple[torch.Tensor, torch.Tensor],
         addresses: Frames,
+        *,
+        away: bool,
     ) -> None:
         """Take note of one sealed page of every layer that selects, on a GPU.
 
         k, v: ``[s, kv_heads, page_tokens, dim]``; frames: the layers' K and V by frame,
-        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory.
+        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory; away:
+        whether they have no warm home.
         """
+        self.away += len(addresses) if away else 0
         if self.spec.parts:
             self.summaries[:, :, position] = self.spec.selector.summarize(k)
         self.addresses[:, position] = torch.from_numpy(addresses).to(self.device)

@@ -11,8 +11,9 @@
 constexpr int THREADS = 256;
 constexpr int LANES = 32;
 constexpr int WARPS = THREADS / LANES;
-constexpr int PARTS = 8;     // blocks that look through the candidates of a KV head
-constexpr int FORESEEN = 7;  // pages that one of them reports at most
+constexpr int PARTS = 8;      // blocks that look through the candidates of a KV head
+constexpr int FORESEEN = 15;  // pages that one of them reports at most
+constexpr int EVERY = 4;      // steps from one look to the next, another one for every layer
 
 // Words of the mailbox: the host writes the first ones, the kernel those from ASKED on.
 constexpr int BEAT = 0, ANSWERED = 1, REFUSED = 2, REST = 3;
@@ -87,13 +88,13 @@ DEVICE void note(int part, const float* mass, int stop, int first, const int* se
     if (threadIdx.x == 0) foreseen[0] = min(found, FORESEEN);
 }
 
-// Block 0 asks, the others note. Runs after `choose_pages` and before the fetch.
+// Block 0 asks, the others note at every fourth step. Runs after `choose_pages` and before the fetch.
 //
 // Round 0 of a layer asks for all its missing pages; the host may bring a part of them only. A later
 // round (block 0 alone), after the fetch of that part, asks for the same pages while the host says
 // that some are left, and is answered with the addresses of the next part, and 0 for pages that were
 // fetched and whose frames are taken again.
-// -> addresses[page] of the pages asked for;
+// -> addresses[page] of the pages asked for; and if it is noted
 //    last_chosen[page] = *step of the chosen pages;
 //    foreseen [kv_heads * PARTS, 1 + FORESEEN] in host memory: how many, then pages in no host frame
 //    and no device frame that were not chosen, but have at least `share` of the mass of the least
@@ -110,6 +111,7 @@ report_choice(int layer, int round, const int* missing, const int* missing_count
             pages, answers, patience);
         return;
     }
+    if ((*step + layer) % EVERY != 0) return;
     const int index = blockIdx.x - 1, part = index % PARTS;
     const long long head = index / PARTS;
     note(part, mass + head * mass_pages, min(*sealed - recent, capacity), first,

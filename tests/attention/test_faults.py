@@ -19,7 +19,7 @@ from tierkv.paging.faults import FaultService
 from tierkv.tiers.transfer import Transfer
 
 __all__ = ["emulated"]
-NEW = 3
+NEW = 2
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, emulated: None) -> None:
 
 def prompt() -> torch.Tensor:
     torch.manual_seed(0)
-    return torch.randint(3, 199, (1, 302 + NEW))
+    return torch.randint(3, 199, (1, 303 + NEW))
 
 
 def given(tmp_path: Path, guests: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Case:
             "mass": torch.from_numpy(mass).to(device),
             "where": torch.from_numpy(self.where.astype(np.int32)).to(device),
             "sealed": torch.tensor([self.stop + self.recent], dtype=torch.int32, device=device),
-            "step": torch.tensor([77], dtype=torch.int32, device=device),
+            "step": torch.tensor([75], dtype=torch.int32, device=device),
         }
 
     def run(self, turn: int = 0, share: float = 0.3) -> None:
@@ -88,6 +88,10 @@ def check_notes(seed: int, device: torch.device) -> None:
     """What is nearly chosen, and when each page was chosen last; nothing is missing."""
     case, share = Case(seed, device), 0.3 if seed % 3 else 1e-3
     case.plan.missing_counts.zero_()
+    case.inputs["step"].fill_(74)
+    case.run(share=share)
+    assert not len(case.box.take_foreseen()[0]), "not the turn of this layer"
+    case.inputs["step"].fill_(75)
     case.run(share=share)
     layers, pages = case.box.take_foreseen()
     assert (layers == LAYER).all() and not case.box.foreseen[:, :, 0].any()
@@ -106,7 +110,7 @@ def check_notes(seed: int, device: torch.device) -> None:
     assert len(pages) == sum(min(len(row), FORESEEN) for row in rows.values())
     assert set(pages.tolist()) <= wanted
     last = np.zeros((LAYERS, case.capacity), dtype=np.int32)
-    last[LAYER, case.selected[case.selected >= 0]] = 77
+    last[LAYER, case.selected[case.selected >= 0]] = 75
     np.testing.assert_array_equal(case.box.last_chosen.cpu().numpy(), last)
     np.testing.assert_array_equal(case.table.cpu().numpy(), case.addresses)
 

@@ -21,13 +21,14 @@ from tierkv.kernels.fault import (
     ASKED,
     BEAT,
     COUNT,
+    FORESEEN,
     GAVE_UP,
     LAYER,
     REFUSED,
     REST,
     ROUND,
     Mailbox,
-)
+)  # fmt: skip
 from tierkv.paging.directory import NOWHERE, PageDirectory
 from tierkv.paging.faults import FaultService
 from tierkv.paging.guests import Guests
@@ -178,7 +179,7 @@ def test_every_page_comes_whole_or_the_step_says_why_not(
                         box.last_chosen[layer, pages] = number
                     for layer, page in nearly:
                         row = box.foreseen[layer, 0]
-                        row[0] = min(int(row[0]) + 1, 7)
+                        row[0] = min(int(row[0]) + 1, FORESEEN)
                         row[int(row[0])] = page
             except ColdReadError as error:
                 failed = error
@@ -246,6 +247,8 @@ def test_pages_read_ahead_are_not_waited_for() -> None:
     deadline = time.monotonic() + 10
     while service.ahead < 2 and time.monotonic() < deadline:
         time.sleep(1e-3)
+    with service.serving(manager.sequences):
+        pass  # tells the device, while this step runs
     with service.serving(manager.sequences):
         device.choose(1, [5, 6], 9)
     counts = service.report()

@@ -27,8 +27,9 @@ from tierkv.kernels.score import check_sealed
 from tierkv.kernels.select import Plan
 
 THREADS = 256
-PARTS, FORESEEN = 8, 7
-"""As in ``cuda/fault.cu``: blocks for a KV head's candidates, and pages that each reports."""
+PARTS, FORESEEN, EVERY = 8, 15, 4
+"""As in ``cuda/fault.cu``: blocks for a KV head's candidates, pages that each reports at most, and
+steps from one report of a layer to the next."""
 BEAT, ANSWERED, REFUSED, REST = range(4)
 ASKED, LAYER, ROUND, COUNT, GAVE_UP = range(32, 37)
 WORDS = 64
@@ -65,7 +66,8 @@ class Mailbox:
         foreseen: ``[layers, kv_heads * PARTS, 1 + FORESEEN]`` int32, pinned: how many pages are
             nearly chosen, and which. Valid when the step is over.
         state: ``[STATE_WORDS]`` int32 on the device.
-        last_chosen: ``[layers, capacity]`` int32 on the device, step that last chose each page.
+        last_chosen: ``[layers, capacity]`` int32 on the device, step that last chose each page, as
+            far as reported.
     """
 
     words: torch.Tensor

@@ -19,7 +19,7 @@ from tierkv.paging.faults import FaultService
 from tierkv.tiers.transfer import Transfer
 
 __all__ = ["emulated"]
-NEW = 2
+NEW = 3
 
 
 @pytest.fixture
@@ -33,14 +33,13 @@ def captured(monkeypatch: pytest.MonkeyPatch, emulated: None) -> None:
 
 def prompt() -> torch.Tensor:
     torch.manual_seed(0)
-    return torch.randint(3, 199, (1, 303 + NEW))
+    return torch.randint(3, 199, (1, 302 + NEW))
 
 
 def given(tmp_path: Path, guests: int) -> dict[str, Any]:
-    """Budgets of three tiers; each guest takes a frame of eight."""
-    wanted = settings("cold", "llama", tmp_path)
-    if guests:
-        wanted["cpu_budget"] *= guests
+    """Three tiers with `guests` times the least pinned memory; one guest frame in eight."""
+    wanted = settings("cold", "llama", tmp_path, token_budget=16 * min(guests, 3))
+    wanted["cpu_budget"] *= guests
     return wanted
 
 

@@ -132,7 +132,7 @@ def test_the_recorded_file() -> None:
     first = (found.chosen.cumsum(0) == 1) & found.chosen
     first[0] = False
     assert (first & (found.nearly.cumsum(0) > 0)).sum() / first.sum() == pytest.approx(
-        0.84, abs=0.05
+        0.9161, abs=1e-4
     )
     assert not (found.nearly & found.chosen).any()
     assert FILE.stat().st_size < 400 << 10

@@ -13,12 +13,11 @@ captured as a CUDA graph; the same with the model's layers compiled; both with l
 and what attention reads once from GPU memory, and moving the missed head-pages over the link, both
 at bandwidths measured first. The last line of stdout is one JSON object.
 
-With `--warm SHARE --store DIR` the replayed rows come again with three tiers: pinned memory for
+With `--warm SHARE --store DIR` the replayed rows come first with three tiers: pinned memory for
 that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row then
 replays pages of its own, none of which was chosen before its warm-ups; take 32 of those
-(`--warmups`) and at most 96 steps, the recording's length. `of two tiers` is their throughput over
-that of the same row without disk, of means and of medians; `disk` is what is read from it per
-token, ahead of need and waited for.
+(`--warmups`) and at most 96 steps, the recording's length. A line below says what is read from
+disk per token, ahead of need and waited for, and what share of the throughput without disk is left.
 
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
         --exact 128K --compile
@@ -110,9 +109,9 @@ def main() -> None:
         for tokens in contexts(lengths):
             floors = ", ".join(f"{name} {ms:.1f}" for name, ms in run.floors(tokens).items())
             print(f"{shape_name:>15} {tokens:>8} floors, ms: {floors}")
-            run.selective(tokens)
             if arguments.warm:
                 run.selective(tokens, Fraction(arguments.warm))
+            run.selective(tokens)
             if tokens <= exact:
                 run.exact(tokens)
                 run.stock(tokens)
@@ -313,29 +312,31 @@ class Run:
               f"{texts[0]:>7} {texts[1]:>7} {texts[2]:>7} {ceiling_ms:>8.2f} "
               f"{more['hot_bytes'] / row['kv_bytes']:>7.1%} "
               f"{format_bytes(more['summary_bytes']):>10}", flush=True)  # fmt: skip
-        if "questions" in row:
+        if self.arguments.warm and kind == "replayed":
             self.compare(row)
         if self.arguments.json:
             with open(self.arguments.json, "w", encoding="utf-8") as file:
                 json.dump(self.report, file, indent=1)
 
     def compare(self, row: dict[str, Any]) -> None:
-        """Print a row with three tiers beside the same without disk."""
-        same = ("shape", "tokens", "kind")
-        name = row["system"].replace("three tiers", "selective")
+        """Print what a row reads from disk, or how the same row with three tiers compares."""
+        if "questions" in row:
+            read = (row["pages_ahead"] + row["pages_awaited"]) * self.geometry.frame_bytes
+            print(f"{'':>24} mean {row['ms_mean']:.2f} ms; disk: {format_bytes(int(read))} a "
+                  f"token, {row['pages_ahead']:.1f} pages ahead, {row['pages_awaited']:.1f} awaited in "
+                  f"{row['questions']:.1f} questions and {1e3 * row['seconds_awaited']:.2f} ms; "
+                  f"filled in {row['fill_seconds']:.0f} s", flush=True)  # fmt: skip
+            return
+        name = row["system"].replace("selective", "three tiers")
         other = next(
             other for other in self.report["rows"]
-            if other["system"] == name and all(other[key] == row[key] for key in same)
+            if other["system"] == name and other["tokens"] == row["tokens"]
+            and other["shape"] == row["shape"]
         )  # fmt: skip
-        row["of_two_tiers"] = {key: other[key] / row[key] for key in ("ms_mean", "ms_p50")}
-        page_bytes = self.geometry.frame_bytes
-        read = row["pages_ahead"] + row["pages_awaited"]
-        print(f"{'':>24} of two tiers: {row['of_two_tiers']['ms_mean']:.1%} (medians "
-              f"{row['of_two_tiers']['ms_p50']:.1%}); means {row['ms_mean']:.2f} and "
-              f"{other['ms_mean']:.2f} ms; disk: {format_bytes(int(read * page_bytes))} a token, "
-              f"{row['pages_ahead']:.1f} pages ahead, {row['pages_awaited']:.1f} awaited in "
-              f"{row['questions']:.1f} questions and {1e3 * row['seconds_awaited']:.2f} ms; "
-              f"filled in {row['fill_seconds']:.0f} s", flush=True)  # fmt: skip
+        other["of_two_tiers"] = {key: row[key] / other[key] for key in ("ms_mean", "ms_p50")}
+        print(f"{'':>24} mean {row['ms_mean']:.2f} ms; three tiers have "
+              f"{other['of_two_tiers']['ms_mean']:.1%} of this throughput, by medians "
+              f"{other['of_two_tiers']['ms_p50']:.1%}", flush=True)  # fmt: skip
 
     def floors(self, tokens: int) -> dict[str, float]:
         """Return the time of reading weights and all KV from GPU memory, by the KV's dtype."""

@@ -64,7 +64,7 @@ class Mailbox:
         pages: ``[entries]`` int32, pinned, those asked for.
         addresses: ``[entries]`` int64, pinned, the answer.
         foreseen: ``[layers, kv_heads * PARTS, 1 + FORESEEN]`` int32, pinned: how many pages are
-            nearly chosen, and which. Valid when the step is over.
+            nearly chosen, and which.
         state: ``[STATE_WORDS]`` int32 on the device.
         last_chosen: ``[layers, capacity]`` int32 on the device, step that last chose each page, as
             far as reported.
@@ -141,14 +141,16 @@ class Mailbox:
         self.state[FAILED] = 0
 
     def take_foreseen(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return layers and pages, ``[n]`` each, that a step nearly chose, and forget them."""
+        """Return layers and pages, ``[n]`` each, that were nearly chosen, and forget them.
+
+        A step may be running; what it reports meanwhile may be lost.
+        """
         rows = self.foreseen.numpy()
-        counts = rows[:, :, 0]
-        told = np.arange(FORESEEN) < counts[:, :, None]
-        layers, _, _ = np.nonzero(told)
-        pages = rows[:, :, 1:][told].astype(np.int64)
-        counts[:] = 0
-        return layers, pages
+        layers, parts = np.nonzero(rows[:, :, 0])
+        told = rows[layers, parts]
+        rows[layers, parts, 0] = 0
+        there = np.arange(FORESEEN) < told[:, :1]
+        return np.repeat(layers, there.sum(1)), told[:, 1:][there].astype(np.int64)
 
 
 def prepare(

@@ -84,7 +84,7 @@ class FaultService:
         self._lock = threading.Condition()  # guards all below
         self._thread: threading.Thread | None = None
         self._sequences: Sequences | None = None
-        self._serving = self._closed = False
+        self._serving = self._noted = self._closed = False
         self._error: Exception | None = None
         self._wanted: deque[int] = deque()
         self._reading: dict[int, Future[None]] = {}
@@ -128,7 +128,9 @@ class FaultService:
                 f"{self.patience:g} s: the thread that reads them has died or hangs; nothing was "
                 f"appended, and the next step starts another"
             )
-        self._want(*self.mailbox.take_foreseen())
+        with self._lock:
+            self._noted = True
+            self._lock.notify_all()
 
     def welcome(self, position: int) -> Frames | None:
         """Take a guest frame in every layer for a page that is sealed; None if there are too few.
@@ -145,6 +147,8 @@ class FaultService:
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on. No step is running."""
         with self._lock:
+            self._noted = False
+            self.mailbox.take_foreseen()
             self._wanted.clear()
             self._lock.wait_for(lambda: not self._reading)
             keys = self.guests.keys
@@ -219,17 +223,6 @@ class FaultService:
         index = torch.from_numpy(keys).to(self._state.device)
         return self.mailbox.last_chosen.view(-1)[index].cpu().numpy().astype(np.int64)
 
-    def _want(self, layers: Keys, pages: Keys) -> None:
-        """Have pages read ahead that a step has nearly chosen."""
-        if not len(layers):
-            return
-        keys = np.unique(layers * self._capacity + pages)
-        with self._lock:
-            self._wanted.extend(key for key in keys.tolist() if key not in self.guests)
-            while len(self._wanted) > MOST_WANTED:
-                self._wanted.popleft()
-            self._lock.notify_all()
-
     # -- on the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -237,16 +230,32 @@ class FaultService:
             ctypes.CDLL(None).prctl(TIMER_SLACK, 1000, 0, 0, 0)
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._closed or self._serving or self._wanted)
+                self._lock.wait_for(
+                    lambda: self._closed or self._serving or self._noted or self._wanted
+                )
                 if self._closed:
                     return
-                serving = self._serving
+                serving, noted = self._serving, self._noted
             self.mailbox.beat()
             question = self.mailbox.question() if serving else None
             if question is not None:
                 self._answer(question)
+            elif noted:
+                self._want()
             elif not self._read_ahead():
                 time.sleep(POLL if serving else IDLE_POLL)
+
+    def _want(self) -> None:
+        """Have pages read ahead that the last step has nearly chosen."""
+        with self._lock:
+            if not self._noted:
+                return
+            self._noted = False
+            layers, pages = self.mailbox.take_foreseen()
+            keys = np.unique(layers * self._capacity + pages).tolist()
+            self._wanted.extend(key for key in keys if key not in self.guests)
+            while len(self._wanted) > MOST_WANTED:
+                self._wanted.popleft()
 
     def _answer(self, question: Question) -> None:
         start = time.perf_counter()

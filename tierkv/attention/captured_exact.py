@@ -62,7 +62,7 @@ class CapturedExact:
         self._captured: list[Blocks] = [np.zeros(0, dtype=np.int64)] * layers
         self._block_pages: list[list[int]] = [[]] * layers
         self._resident = np.zeros((layers, 1), dtype=np.int32)
-        self._streams = False
+        self._streams, self._streamed = False, 0
         self._copies: StagedCopies | None = None
         self._partials: Partials | None = None
         self._query: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class CapturedExact:
 
     def obstacle(self, past: int) -> str:
         """Say why the next step cannot be captured or replayed; empty if it can."""
-        for layer in range(self.layers):
+        for layer in range(0 if self._known(past) else self.layers):
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is self._plans.get(layer) or not len(plan.streamed):
                 continue
@@ -91,7 +91,7 @@ class CapturedExact:
         page_tokens, changed = self.manager.geometry.page_tokens, False
         self.manager.lookahead.cancel()  # its staging buffers are the replay's now
         self.manager.transfer.settle()
-        for layer in range(self.layers):
+        for layer in range(0 if self._known(past) else self.layers):
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is not self._plans.get(layer):
                 self._plans[layer] = plan
@@ -100,6 +100,7 @@ class CapturedExact:
         tokens = self._resident * page_tokens + tail_tokens
         self.tokens.copy_(torch.from_numpy(tokens))
         if changed:
+            self._streamed = sum(len(plan.streamed) for plan in self._plans.values())
             room = self.addresses.shape[1] if self._streams else 0
             later = [self._later(layer) for layer in range(self.layers)]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
@@ -136,10 +137,9 @@ class CapturedExact:
     def count(self) -> None:
         """Count the lookups of a step that was replayed."""
         stats = self.manager.stats
-        streamed = sum(len(plan.streamed) for plan in self._plans.values())
         stats.hits_hot += int(self._resident.sum())
-        stats.hits_warm += streamed
-        stats.warm_to_hot_bytes += streamed * self.manager.tiers.format.page_bytes
+        stats.hits_warm += self._streamed
+        stats.warm_to_hot_bytes += self._streamed * self.manager.tiers.format.page_bytes
 
     def attend(
         self,
@@ -206,6 +206,16 @@ class CapturedExact:
         streamed, captured = self._plans[layer].streamed, self._captured[layer]
         held = self.sequences.blocks[0, streamed[: len(captured)]]
         return streamed[len(captured) :] if np.array_equal(held, captured) else None
+
+    def _known(self, past: int) -> bool:
+        """Whether all layers look up what they did before; their plans are remade together."""
+        plan = self._plans.get(0)
+        return (
+            plan is not None
+            and plan is self.sequences.plans.get(0)
+            and plan.past == past
+            and plan.placement_epoch == self.manager.placement_epoch
+        )
 
     def _homes(self, layer: int, positions: Blocks) -> Frames:
         """Return the warm home of each page, -1 for what has none."""

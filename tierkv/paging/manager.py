@@ -210,7 +210,8 @@ class PageManager:
             pages = []
             for layer, length in enumerate(sequences.lengths):
                 sealed = (length + new) // tokens - length // tokens
-                pages.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
+                kept = min(sealed, self.hot.homes_free(layer) // batch) if sealed else 0
+                pages.append((sealed - kept) * batch)
             return pages
 
         make_room(self, down)

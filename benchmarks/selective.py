@@ -324,8 +324,9 @@ class Run:
             read = (row["pages_ahead"] + row["pages_awaited"]) * self.geometry.frame_bytes
             print(f"{'':>24} mean {row['ms_mean']:.2f} ms; disk: {format_bytes(int(read))} a "
                   f"token, {row['pages_ahead']:.1f} pages ahead, {row['pages_awaited']:.1f} "
-                  f"awaited in {row['questions']:.1f} questions and {1e3 * row['seconds_awaited']:.2f} ms; "
-                  f"filled in {row['fill_seconds']:.0f} s", flush=True)  # fmt: skip
+                  f"awaited in {row['questions']:.1f} questions and "
+                  f"{1e3 * row['seconds_awaited']:.2f} ms; filled in {row['fill_seconds']:.0f} s",
+                  flush=True)  # fmt: skip
             return
         name = row["system"].replace("selective", "three tiers")
         other = next(

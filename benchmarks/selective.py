@@ -13,16 +13,16 @@ captured as a CUDA graph; the same with the model's layers compiled; both with l
 and what attention reads once from GPU memory, and moving the missed head-pages over the link, both
 at bandwidths measured first. The last line of stdout is one JSON object.
 
-With `--warm SHARE --store DIR` the replayed rows come first with three tiers: pinned memory for
-that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row then
-replays pages of its own, none of which was chosen before its warm-ups; take 32 of those
-(`--warmups`) and at most 96 steps, the recording's length. A line below says what is read from
-disk per token, ahead of need and waited for, and what share of the throughput without disk is left.
+With `--warm SHARE --store DIR` there are replayed rows only, first with three tiers: pinned memory
+for that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row
+then replays pages of its own, none of which was chosen before its warm-ups; take 64 of those
+(`--warmups`) and at most 64 steps, the recording's length. A line below says what is read from disk
+per token, ahead of need and waited for, and what share of the throughput without disk is left.
 
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
         --exact 128K --compile
     python benchmarks/selective.py --shape qwen2.5-7b-1m:1M --compile --eager-steps 0 \
-        --warm 1/2 --store DIR --warmups 32 --steps 96
+        --warm 1/2 --store DIR --warmups 64 --steps 64
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def main() -> None:
         geometry = model_geometry(config, torch.bfloat16)
         assert geometry is not None
         run = Run(shape_name, model, geometry, limits, arguments, report)
-        run.exact(256, "bare")
+        if not arguments.warm:
+            run.exact(256, "bare")
         for tokens in contexts(lengths):
             floors = ", ".join(f"{name} {ms:.1f}" for name, ms in run.floors(tokens).items())
             print(f"{shape_name:>15} {tokens:>8} floors, ms: {floors}")
@@ -178,7 +179,7 @@ class Run:
                 (1, self.model.config.num_attention_heads, 1, g.k_dim),
                 dtype=g.dtype, device=self.device,
             )  # fmt: skip
-            for kind in ("random", "replayed") if warm is None else ("replayed",):
+            for kind in ("replayed",) if a.warm else ("random", "replayed"):
                 for seed, (way, options) in enumerate(ways.items()):
                     player = None
                     if kind == "replayed":

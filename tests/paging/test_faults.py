@@ -256,6 +256,29 @@ def test_pages_read_ahead_are_not_waited_for() -> None:
     service.close()
 
 
+def test_reports_may_come_while_they_are_read() -> None:
+    """numpy refused to list the reports while the device added some, and the thread died of it."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(400, PAGES, 4, 1, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    counts, over = box.foreseen.numpy()[:, :, 0], threading.Event()
+
+    def report() -> None:
+        while not over.is_set():
+            counts[::2] = 1
+            counts[::2] = 0
+
+    device = threading.Thread(target=report)
+    device.start()
+    try:
+        for _ in range(300):
+            box.take_foreseen()
+    finally:
+        over.set()
+        device.join()
+        service.close()
+
+
 def test_the_guests_not_chosen_for_longest_leave() -> None:
     guests = Guests(np.arange(10, 14))
     assert guests.take(np.array([7, 8, 9]), 5).tolist() == [10, 11, 12]

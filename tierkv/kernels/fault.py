@@ -143,12 +143,13 @@ class Mailbox:
     def take_foreseen(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return layers and pages, ``[n]`` each, that were nearly chosen, and forget them.
 
-        A step may be running; what it reports meanwhile may be lost.
+        A step may be running; what it reports meanwhile may be lost, or come with pages reported
+        before instead.
         """
-        rows = self.foreseen.numpy()
+        rows = self.foreseen.numpy().copy()
         layers, parts = np.nonzero(rows[:, :, 0])
+        self.foreseen.numpy()[layers, parts, 0] = 0
         told = rows[layers, parts]
-        rows[layers, parts, 0] = 0
         there = np.arange(FORESEEN) < told[:, :1]
         return np.repeat(layers, there.sum(1)), told[:, 1:][there].astype(np.int64)
 

@@ -252,7 +252,9 @@ class FaultService:
                 return
             self._noted = False
             layers, pages = self.mailbox.take_foreseen()
-            keys = np.unique(layers * self._capacity + pages).tolist()
+            assert self._sequences is not None
+            there = pages < self._sequences.blocks.shape[1]
+            keys = np.unique(layers[there] * self._capacity + pages[there]).tolist()
             self._wanted.extend(key for key in keys if key not in self.guests)
             while len(self._wanted) > MOST_WANTED:
                 self._wanted.popleft()

@@ -289,3 +289,28 @@ def test_the_guests_not_chosen_for_longest_leave() -> None:
     assert oldest.tolist() == [8, 1, 7]
     guests.drop(oldest[:2])
     assert (guests.free, sorted(guests.keys.tolist())) == (2, [7, 9])
+
+
+def test_a_kernel_that_gave_up_does_not_free_what_is_still_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread was stopped for longer than the kernel's patience, and goes on afterwards."""
+    manager = FakeManager(4, 0)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, fill = FakeDevice(manager, box), service._fill
+    used: list[int] = []
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.8)  # without a beat
+        used.append(manager.warm.inbound.used)
+        fill(*arguments)
+
+    monkeypatch.setattr(service, "_fill", slow)
+    with (
+        pytest.raises(PageFaultError, match="had no answer"),
+        service.serving(manager.sequences),
+    ):
+        device.choose(0, [1, 2], 9)
+    assert used == [2] and not manager.warm.inbound.used
+    service.close()

@@ -84,7 +84,7 @@ class FaultService:
         self._lock = threading.Condition()  # guards all below
         self._thread: threading.Thread | None = None
         self._sequences: Sequences | None = None
-        self._serving = self._noted = self._closed = False
+        self._serving = self._answering = self._noted = self._closed = False
         self._error: Exception | None = None
         self._wanted: deque[int] = deque()
         self._reading: dict[int, Future[None]] = {}
@@ -117,6 +117,8 @@ class FaultService:
             finally:
                 with self._lock:
                     self._serving = False
+                    while self._answering and self._thread.is_alive():  # the kernel gave up first
+                        self._lock.wait(BEAT)
                 self._settle()
                 failed = self.mailbox.failed
                 if failed:
@@ -236,8 +238,9 @@ class FaultService:
                 if self._closed:
                     return
                 serving, noted = self._serving, self._noted
-            self.mailbox.beat()
-            question = self.mailbox.question() if serving else None
+                self.mailbox.beat()
+                question = self.mailbox.question() if serving else None
+                self._answering = question is not None
             if question is not None:
                 self._answer(question)
             elif noted:
@@ -268,8 +271,11 @@ class FaultService:
             self.mailbox.refuse(question)
         else:
             self.mailbox.answer(question, addresses, rest)
-        self.questions += 1
-        self.seconds += time.perf_counter() - start
+        with self._lock:
+            self._answering = False
+            self.questions += 1
+            self.seconds += time.perf_counter() - start
+            self._lock.notify_all()
 
     def _bring(self, question: Question) -> tuple[Frames, int]:
         """Bring the pages of a question into frames, as many as there is room for.
@@ -302,9 +308,10 @@ class FaultService:
             with self._lock:
                 self.guests.drop(keys[coming[: len(kept)]])
             raise
-        self.awaited += len(coming)
+        self.awaited += len(coming)  # by this thread only
         addresses = np.zeros_like(keys)
-        addresses[here != NOWHERE] = self._manager.warm.addresses(here[here != NOWHERE])
+        there = here != NOWHERE
+        addresses[there] = self._manager.warm.addresses(here[there])
         return addresses[places], len(new) - len(coming)
 
     def _fill(self, layer: int, positions: Keys, frames: Frames) -> None:
@@ -324,7 +331,8 @@ class FaultService:
         self._wait(reads)
         for read in reads:
             read.result()
-        manager.stats.cold_to_warm_bytes += len(names) * manager.cold.frame_bytes
+        with self._lock:
+            manager.stats.cold_to_warm_bytes += len(names) * manager.cold.frame_bytes
 
     def _wait(self, reads: list[Future[None]]) -> None:
         """Wait for reads, and beat meanwhile."""

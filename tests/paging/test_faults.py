@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ from tierkv.kernels.fault import (
 from tierkv.paging.directory import NOWHERE, PageDirectory
 from tierkv.paging.faults import FaultService
 from tierkv.paging.guests import Guests
+from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
 LAYERS, PAGES, FRAME, DENSE = 3, 24, 64, 1
@@ -68,22 +70,14 @@ class FakeManager(SimpleNamespace):
             lookahead=SimpleNamespace(cancel=lambda: None), cold=SimpleNamespace(frame_bytes=FRAME),
             stats=SimpleNamespace(cold_to_warm_bytes=0, hot_to_warm_bytes=0, warm_to_hot_bytes=0),
             transfer=SimpleNamespace(
-                read_cold=self.read_cold, io_threads=2, finish=lambda: None,
+                io_threads=2, _io_pool=self.pool, _read=self.read, finish=lambda: None,
                 wait_frames=lambda frames: None,
             ),
         )  # fmt: skip
+        self.transfer.read_cold = partial(Transfer.read_cold, self.transfer)
 
-    def read_cold(
-        self, keys: Any, frames: Any, *, settled: bool, share: int = 0
-    ) -> list[Future[None]]:
+    def read(self, keys: Any, frames: Any, settled: bool) -> None:
         assert settled
-        step = share or 1
-        return [
-            self.pool.submit(self.read, keys[at : at + step], frames[at : at + step])
-            for at in range(0, len(keys), step)
-        ]
-
-    def read(self, keys: Any, frames: Any) -> None:
         for (block, layer), frame in zip(keys, frames.tolist(), strict=True):
             payload = self.warm.payload(frame)
             payload[:] = bytes(FRAME)  # until it has come, it is not there
@@ -277,6 +271,22 @@ def test_reports_may_come_while_they_are_read() -> None:
         over.set()
         device.join()
         service.close()
+
+
+def test_pages_that_have_just_arrived_are_answered_at_once() -> None:
+    """A question about pages all of which were read ahead failed: nothing was left to read."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 2], 9)
+        manager.selective.addresses[0] = 0
+        device.choose(0, [1, 2], 9)
+        device.choose(1, [ON_DISK, ON_DISK + 1], 9)  # all still in memory
+    counts = service.report()
+    assert (counts["questions"], counts["pages_awaited"]) == (3, 4)
+    service.close()
 
 
 def test_the_guests_not_chosen_for_longest_leave() -> None:

@@ -303,7 +303,8 @@ class FaultService:
             raise WarmBudgetError(f"{len(new)} pages from disk find no room; raise cpu_budget")
         here[coming] = np.concatenate([kept, passing])
         try:
-            self._fill(question.layer, pages[coming], here[coming])
+            if len(coming):  # or all were read ahead, and the device does not know yet
+                self._fill(question.layer, pages[coming], here[coming])
         except BaseException:
             with self._lock:
                 self.guests.drop(keys[coming[: len(kept)]])

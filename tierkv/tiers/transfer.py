@@ -336,7 +336,7 @@ class Transfer:
         settled: no copy to or from the frames is pending, so that no thread has to ask CUDA.
         share: pages that one thread reads; equal shares by default.
         """
-        share = share or -(-len(keys) // self.io_threads)
+        share = share or max(-(-len(keys) // self.io_threads), 1)
         return [
             self._io_pool.submit(
                 self._read, keys[at : at + share], frames[at : at + share], settled

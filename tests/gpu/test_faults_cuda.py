@@ -69,7 +69,7 @@ def test_a_step_without_an_answer_fails_and_can_be_repeated(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dead thread ends the step after its patience; a page that cannot be read, at once."""
-    monkeypatch.setattr(FaultService, "patience", 0.5)
+    monkeypatch.setattr(FaultService, "patience", 1.0)
     hf_model, ids, steps = deep(), prompt(), []
     for breaks in (False, True):
         given = tiers(tmp_path / str(breaks), 140)
@@ -100,7 +100,7 @@ def fail(
     with monkeypatch.context() as broken:
         if kind == "dead":
             broken.setattr(FaultService, "_answer", lambda *_: sys.exit())
-            error, text = PageFaultError, "had no answer for 0.5 s"
+            error, text = PageFaultError, "had no answer for 1 s"
         else:
             broken.setattr(wrapped.manager.cold, "read_into", unreadable)
             error, text = ColdReadError, "made up"

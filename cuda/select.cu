@@ -256,16 +256,16 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // -> selected [budget], ascending, -1 past chosen_count.
 //
 // Plan: a chosen page that has a frame (where[page] >= 0) is a hit and keeps it. Else, if
-// addresses[page] is 0, it is missing: it is reported and not attended to. Else it is a miss and
-// gets a slot of those that hold no chosen page: empty ones first, then those of the oldest stamp;
-// of equal ones those of lower index. The i-th miss gets the i-th such slot, both in ascending
-// order; the page that was there loses its frame. Slot s is frame first_frame + s, held[s] its
-// page or -1, stamp[s] the step (read from *step) at which that page was last chosen. Frames that
-// are no slots are the caller's: never evicted.
+// addresses[page] is 0, it is missing: it is reported and, unless `waits`, not attended to. Else, or
+// if `waits`, it is a miss and gets a slot of those that hold no chosen page: empty ones first, then
+// those of the oldest stamp; of equal ones those of lower index. The i-th miss gets the i-th such
+// slot, both in ascending order; the page that was there loses its frame. Slot s is frame
+// first_frame + s, held[s] its page or -1, stamp[s] the step (read from *step) at which that page
+// was last chosen. Frames that are no slots are the caller's: never evicted.
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
-//    misses; missing, missing_count; stats [4] += hits, misses, missing, and hits
-//    in slots stamped *step already. If `last_tokens` is not null, the table ends with one more
+//    misses; missing, missing_count; stats [4] += hits, misses that are not missing, missing, and
+//    hits in slots stamped *step already. If `last_tokens` is not null, the table ends with one more
 //    frame, `last_frame`, and tokens counts *last_tokens more; `count` leaves it out.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
@@ -275,7 +275,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
              int table_pages, int table_offset, int page_tokens, const int* last_tokens,
              int last_frame, int* count, int* tokens,
              int* fetch_pages, int* fetch_frames, int* fetch_count, int* missing,
-             int* missing_count, unsigned long long* stats) {
+             int* missing_count, unsigned long long* stats, int waits) {
     SHARED_MEMORY(shared);
     __shared__ Scratch scratch;
     __shared__ unsigned again;  // hits that were chosen in this step before
@@ -392,9 +392,16 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     }
     __syncthreads();
 
+    int absent = 0;
+    if (waits)
+        absent = walk(chosen, scratch, [&](int i) { return frames[i] == MISSING ? 1 : 0; },
+                      [&](int i, int, Sum before) { missing[before.count] = pages[i]; }).count;
     const Sum others = walk(
         chosen, scratch,
-        [&](int i) { return frames[i] == MISS ? 1 : frames[i] == MISSING ? 2 : 3; },
+        [&](int i) {
+            if (frames[i] == MISSING) return waits ? 1 : 2;
+            return frames[i] == MISS ? 1 : 3;
+        },
         [&](int i, int kind, Sum before) {
             const int place = i - static_cast<int>(before.mass);  // the table leaves out the missing
             if (kind == 3) table[place] = frames[i];
@@ -404,7 +411,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
                 frames[i] = place;
             }
         });
-    const int missed = others.count, absent = others.mass, present = chosen - absent;
+    const int missed = others.count, present = chosen - static_cast<int>(others.mass);
+    if (!waits) absent = others.mass;
     if (missed > 0) {
         auto slot_key = [&](int slot) { return slot_keys[slot]; };
         const Cut oldest = find_cut(slots, missed, NEVER, 1, scratch, slot_key);
@@ -427,8 +435,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_count[head] = missed;
     missing_count[head] = absent;
     const unsigned counted[] = {static_cast<unsigned>(present - missed),
-                                static_cast<unsigned>(missed), static_cast<unsigned>(absent),
-                                again};
+                                static_cast<unsigned>(missed - (waits ? absent : 0)),
+                                static_cast<unsigned>(absent), again};
     for (int i = 0; i < 4; ++i)  // nobody else adds; an atomic is not waited for
         atomicAdd(stats + 4 * head + i, static_cast<unsigned long long>(counted[i]));
 }

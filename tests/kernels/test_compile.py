@@ -98,7 +98,8 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
             sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
             found.append((stem, (("DTYPE", build.DTYPES[dtype]), *sizes)))
     found += [("weigh", (("GROUP", group),)) for group in GROUPS]
-    return [*found, ("append", ()), ("gather", ()), ("select", (("THREADS", select.THREADS),))]
+    found += [("append", ()), ("fault", ()), ("gather", ())]
+    return [*found, ("select", (("THREADS", select.THREADS),))]
 
 
 @functools.cache

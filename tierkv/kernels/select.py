@@ -84,7 +84,8 @@ class Plan:
             frame that ends the table.
         fetches: chosen pages that have to be copied into their frames first.
         missing: ``[kv_heads, budget]`` int32, chosen pages that are in no host frame. They are not
-            in `table`: the caller waits for them and plans again, or goes without them.
+            in `table`: the caller waits for them and plans again, or goes without them. If the
+            plan waits, they are in `table` and among the fetches.
         missing_counts: ``[kv_heads]`` int32.
         stats: ``[kv_heads, 4]`` int64, chosen pages so far that were hits, misses and missing, and
             of the hits those that an earlier plan of the same step had chosen.
@@ -138,6 +139,7 @@ def prepare(
     mass_target: float | None = None,
     last_frame: int = 0,
     last_tokens: torch.Tensor | None = None,
+    waits: bool = False,
 ) -> Launch:
     """Check the arguments of a choice and compile its kernel. ``cuda/select.cu`` has the rules.
 
@@ -159,6 +161,7 @@ def prepare(
             up to 1; mass counts in units of 2^-31. None: fill the budget.
         last_frame: ends the table, behind the chosen frames, if `last_tokens` is given.
         last_tokens: ``[1]`` int32 on the device: tokens to see in `last_frame`.
+        waits: plan missing pages as fetches too; their addresses will be there by then.
 
     Raises:
         ValueError: an argument does not fit; says which and how.
@@ -235,5 +238,6 @@ def prepare(
         np.int64(0 if last_tokens is None else last_tokens.data_ptr()),
         np.int32(last_frame),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
+        np.int32(waits),
     )
     return Launch(compiled, (kv_heads, 1, 1), arguments, held)

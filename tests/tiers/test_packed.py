@@ -107,7 +107,7 @@ def test_a_batch_is_stored_whole_or_not_at_all(
             store.put(keys, frames)
         assert len(store) == 0
     with open_packed(tmp_path / "failing") as store:
-        calls, write = [], store._own.write
+        calls, write = [], store._payloads.own.write
 
         def failing(*args: object, **kwargs: object) -> None:
             calls.append(args)
@@ -115,7 +115,7 @@ def test_a_batch_is_stored_whole_or_not_at_all(
                 raise OSError("no disk")
             write(*args, **kwargs)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(store._own, "write", failing)
+        monkeypatch.setattr(store._payloads.own, "write", failing)
         with pytest.raises(ColdWriteError, match="no disk"):
             store.put(keys, frames)
         assert len(calls) == 3 and len(store) == 0

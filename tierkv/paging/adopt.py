@@ -111,7 +111,9 @@ def _promote_hot(manager: PageManager, blocks: Blocks) -> None:
 
 
 def _settle_hot(manager: PageManager, fetch: Fetch, staged: Arena) -> None:
-    """Give staged pages a home in hot memory. Their homes in warm memory are free then."""
+    """Give staged pages a home in hot memory. Their homes in warm memory are free then, unless
+    what those hold could not be made again: a page is never encoded from what it was decoded to.
+    """
     frames = manager.hot.take(fetch.layer, fetch.blocks, len(fetch.blocks))
     arena = manager.hot.arenas[fetch.layer]
     for start, stop in runs(frames):
@@ -120,7 +122,8 @@ def _settle_hot(manager: PageManager, fetch: Fetch, staged: Arena) -> None:
         arena.v_frames[:, target].copy_(staged.v_frames[:, start:stop])
     with manager.tiers.changed:
         manager.directory.hot[fetch.blocks, fetch.layer] = frames
-        manager.outflow.leave_home(fetch.layer, fetch.blocks)
+        if manager.tiers.format.codec.lossless:
+            manager.outflow.leave_home(fetch.layer, fetch.blocks)
 
 
 def _promote_warm(manager: PageManager, blocks: Blocks) -> None:

@@ -236,8 +236,11 @@ class PageManager:
             sequences.plans[layer] = plan
         return plan
 
-    def open_sources(self, fetch: Fetch) -> Sources | None:
-        """Pin a fetch's pages and start their disk reads; None when warm frames are short."""
+    def open_sources(self, fetch: Fetch, *, encoded: bool = False) -> Sources | None:
+        """Pin a fetch's pages and start their disk reads; None when warm frames are short.
+
+        encoded: as warm or cold hold them, even where they are hot too.
+        """
         if fetch.settled:
             self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.tiers.format.page_bytes
             sources: Sources = fetch.settled[0]
@@ -245,6 +248,8 @@ class PageManager:
         layer, blocks = fetch.layer, fetch.blocks
         with self.tiers.changed:
             hot, frames = self.directory.hot[blocks, layer], self.directory.warm[blocks, layer]
+            if encoded:
+                hot = np.full_like(hot, NOWHERE)
             on_device = np.flatnonzero(hot != NOWHERE)
             missing = np.flatnonzero((hot == NOWHERE) & (frames == NOWHERE))
             if len(missing) > self.warm.inbound.free:

@@ -112,18 +112,19 @@ def _frames(
 def _save_encoded(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
 ) -> None:
-    """Write sealed pages that are below hot as they were encoded, once and for all."""
+    """Write sealed pages that tiers below hot hold as they were encoded, once and for all."""
     cold, step = store_of(manager), manager.warm.inbound.capacity
     past = sequences.lengths[0] // manager.geometry.page_tokens
     for layer in range(manager.geometry.layers):
         blocks = sequences.blocks[0, :past]
-        below = np.flatnonzero(manager.directory.hot[blocks, layer] == NOWHERE)
+        with manager.tiers.changed:
+            below = np.flatnonzero(manager.directory.is_below(blocks, layer))
         named = {page_key(block_keys[at], layer): at for at in below.tolist()}
         fresh = cold.missing(list(named))
         for start in range(0, len(fresh), step):
             keys = fresh[start : start + step]
             part = np.array([named[key] for key in keys], dtype=np.int64)
-            sources = open_pages(manager, Fetch(layer, blocks[part]))
+            sources = open_pages(manager, Fetch(layer, blocks[part]), encoded=True)
             try:
                 for read in sources.reads:
                     read.result()

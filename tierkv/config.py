@@ -164,11 +164,6 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         _check_int("look_ahead", self.look_ahead, 0, 8)
-        if self.prefix_cache and self.attention == "selective":
-            raise ConfigError(
-                "prefix_cache cannot be combined with attention='selective', which keeps "
-                "summaries of one context only"
-            )
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

@@ -12,9 +12,28 @@ from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.edit import fresh_tails, read_pages
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
+from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames, runs
+
+
+def begin(
+    manager: PageManager, sequences: Sequences, table: Blocks, partial: Blocks, tokens: int
+) -> None:
+    """Make new sequences hold known pages (see `adopt`), brought up as far as there is room.
+
+    Raises:
+        ConfigError: attention is selective, which keeps one context, of one sequence.
+        BudgetError: no room for the tails.
+        ColdReadError: a page could not be read. The caller closes the sequences.
+    """
+    size = manager.geometry.page_tokens
+    manager.admit(sequences, len(table), table.shape[1] * size + tokens)
+    adopt(manager, sequences, table, partial, tokens)
+    promote(manager, np.unique(table))
+    if manager.selective is not None:
+        _take_note(manager, manager.selective, table[0])
 
 
 def adopt(
@@ -69,15 +88,23 @@ def register(manager: PageManager, block_keys: Sequence[bytes]) -> Blocks:
 
 def room_above(manager: PageManager, blocks: Blocks) -> int:
     """Return how many more pages a layer `promote` could bring up after those of `blocks`."""
-    every = range(manager.geometry.layers)
-    hot = min(manager.hot.homes_free(layer) for layer in every)
-    warm = min(manager.outflow.homes_free(layer) for layer in every)
-    below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
-    return max(0, hot + warm - int(below.sum()) - 1)  # one frame is for the tail
+    directory, homed = manager.directory, manager.hot.homed
+    warm = min(manager.outflow.homes_free(layer) for layer in range(manager.geometry.layers))
+    below = directory.hot[blocks] == NOWHERE
+    rooms = []
+    if homed:
+        hot = min(manager.hot.homes_free(layer) for layer in homed)
+        rooms.append(hot + warm - int(below[:, homed].any(axis=1).sum()) - 1)  # one for the tail
+    if len(homed) < manager.geometry.layers:
+        away = below & (directory.warm[blocks] == NOWHERE)
+        rooms.append(warm - int(away.any(axis=1).sum()))
+    return max(0, min(rooms))
 
 
 def promote(manager: PageManager, blocks: Blocks) -> None:
     """Bring pages up into frames that are free: the first blocks hot, the next ones warm.
+
+    Pages of layers that select have no home in hot memory, so all of those go to warm.
 
     blocks: ``[n]``, different ones. Reads run ahead. Of others' pages only those move that nobody
     uses and the prefix cache keeps.
@@ -85,21 +112,21 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
     """
-    every = range(manager.geometry.layers)
-    below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
-    room = min(manager.hot.homes_free(layer) for layer in every)
-    if manager.prefix is not None and (short := int(below.sum()) - room) > 0:
-        manager.prefix.leave_hot(short)
-        room = min(manager.hot.homes_free(layer) for layer in every)
-    _promote_hot(manager, blocks[below][:room])
+    if homed := manager.hot.homed:
+        below = blocks[(manager.directory.hot[blocks][:, homed] == NOWHERE).any(axis=1)]
+        room = min(manager.hot.homes_free(layer) for layer in homed)
+        if manager.prefix is not None and len(below) > room:
+            manager.prefix.leave_hot(len(below) - room)
+            room = min(manager.hot.homes_free(layer) for layer in homed)
+        _promote_hot(manager, below[:room])
     if manager.cold is not None:
-        _promote_warm(manager, blocks[below][room:])
+        _promote_warm(manager, blocks)
 
 
 def _promote_hot(manager: PageManager, blocks: Blocks) -> None:
     step = manager.placement.staging_pages
     fetches = []
-    for layer in range(manager.geometry.layers):
+    for layer in manager.hot.homed:
         missing = blocks[manager.directory.hot[blocks, layer] == NOWHERE]
         fetches += [Fetch(layer, missing[at : at + step]) for at in range(0, len(missing), step)]
     if not fetches:
@@ -153,3 +180,21 @@ def _promote_warm(manager: PageManager, blocks: Blocks) -> None:
         failure = failure or next(iter(failed), None)
     if failure is not None:
         raise failure
+
+
+def _take_note(manager: PageManager, state: SelectiveState, blocks: Blocks) -> None:
+    """Show selective attention the sealed pages ``[n]`` that its context has begun with.
+
+    Their summaries are made anew, from the keys that attention reads.
+    """
+    step, tiers = manager.placement.staging_pages, manager.tiers
+    starts = range(0, len(blocks), step)
+    layers = filter(state.spec.selects, range(manager.geometry.layers))
+    parts = [(layer, start) for layer in layers for start in starts]
+    fetches = [Fetch(layer, blocks[start : start + step]) for layer, start in parts]
+    with closing(manager.lookahead.run(fetches)) as arrived:
+        for (layer, start), (fetch, staged) in zip(parts, arrived, strict=True):
+            count = len(fetch.blocks)
+            k, v = staged.k_frames[:, :count], staged.v_frames[:, :count]
+            addresses = tiers.home_addresses(fetch.blocks, layer) if state.spec.slots else None
+            state.sealed(layer, start, k, v, manager.hot.arenas[layer], addresses)

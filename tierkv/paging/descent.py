@@ -24,8 +24,10 @@ def make_room(manager: PageManager, down: Callable[[], list[int]]) -> list[int]:
         WarmBudgetError, DiskBudgetError: they cannot; nothing that is in use was touched.
         ColdWriteError: an earlier write to disk failed, and again just now.
     """
-    if manager.prefix is not None and (pages := max(down())):
-        manager.prefix.leave_hot(pages)
+    if manager.prefix is not None:
+        need = down()
+        if pages := max((need[layer] for layer in manager.hot.homed), default=0):
+            manager.prefix.leave_hot(pages)
     while True:
         need = down()
         try:

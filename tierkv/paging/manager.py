@@ -24,7 +24,7 @@ from tierkv.paging.lookup import Lookup
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.plan import Fetch, Plan, make_plan
 from tierkv.paging.prefix import PrefixCache
-from tierkv.paging.selective import Selective, SelectiveState
+from tierkv.paging.selective import Selective
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
 from tierkv.paging.writer import Writer
@@ -104,9 +104,7 @@ class PageManager:
         self._check_open()
         k, v = k.detach(), v.detach()
         batch, new = k.shape[0], k.shape[2]
-        self._close_discarded()
-        if self.selective is not None:
-            self._own(self.selective, sequences, batch, sequences.lengths[layer] + new)
+        self.admit(sequences, batch, sequences.lengths[layer] + new)
         if sequences not in self._open:
             self.start(sequences, batch)
         tokens = self.geometry.page_tokens
@@ -133,8 +131,7 @@ class PageManager:
         self._check_open()
         self._reserve(sequences, 1)
         length = sequences.lengths[0]
-        if self.selective is not None:
-            self._own(self.selective, sequences, sequences.batch, length + 1)
+        self.admit(sequences, sequences.batch, length + 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
             sequences.extend(self.new_blocks(1).reshape(1, 1))
 
@@ -144,10 +141,16 @@ class PageManager:
         if sequences.lengths[0] % self.geometry.page_tokens == 0:
             self._writer.seal_tails(sequences)
 
-    def _own(
-        self, selective: SelectiveState, sequences: Sequences, batch: int, length: int
-    ) -> None:
-        """Check that the one context of selective attention is this one and may grow."""
+    def admit(self, sequences: Sequences, batch: int, length: int) -> None:
+        """Check that sequences may hold `length` tokens each, as far as attention is selective.
+
+        Raises:
+            ConfigError: they are several, or there is another context, or `max_context` is less.
+        """
+        self._close_discarded()
+        selective = self.selective
+        if selective is None:
+            return
         if batch != 1:
             raise ConfigError(
                 f"attention='selective' decodes one sequence at a time, got a batch of {batch}"
@@ -157,7 +160,6 @@ class PageManager:
                 "attention='selective' keeps one context at a time; close() the other cache first"
             )
         selective.check_room(length // self.geometry.page_tokens, self.geometry.page_tokens)
-        selective.owner = sequences
 
     def new_blocks(self, count: int) -> Blocks:
         """Make blocks with one reference each."""
@@ -176,6 +178,8 @@ class PageManager:
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
         self._open.add(sequences)
+        if self.selective is not None:
+            self.selective.owner = sequences
 
     def take_tails(self, count: int) -> Frames:
         """Take `count` tail frames in every layer, ``[layers, count]``; demotes if it must.

@@ -6,17 +6,16 @@ brings it up into free frames, with reads running ahead on threads; no forward p
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import closing
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tierkv.errors import ColdReadError, ConfigError
-from tierkv.paging.adopt import adopt, promote, register
+from tierkv.errors import ConfigError
+from tierkv.paging import adopt
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
@@ -26,11 +25,6 @@ from tierkv.paging.sequences import Sequences
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
-
-BATCH_BYTES = 8 << 20
-"""Bytes of one read or write."""
-READS_AHEAD = 6
-"""Reads under way while earlier ones are appended."""
 
 
 def store_of(manager: PageManager) -> ColdStore:
@@ -155,20 +149,15 @@ def restore(
         ColdReadError: a page is missing or damaged. The sequence is closed, nothing else changed.
         HotBudgetError, WarmBudgetError, DiskBudgetError: no room, likewise.
     """
-    if manager.selective is not None:
-        _append(manager, sequences, block_keys, tokens)
-        return
     pages, rest = divmod(tokens, manager.geometry.page_tokens)
-    blocks = register(manager, block_keys)
+    blocks = adopt.register(manager, block_keys)
     try:
-        adopt(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
-    finally:
-        manager.release(blocks)
-    try:
-        promote(manager, blocks[:pages])
+        adopt.begin(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
     except BaseException:
         manager.close_sequences(sequences)
         raise
+    finally:
+        manager.release(blocks)
 
 
 def above(manager: PageManager, sequences: Sequences) -> bool:
@@ -176,47 +165,3 @@ def above(manager: PageManager, sequences: Sequences) -> bool:
     sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens]
     hot, warm = manager.directory.hot[sealed], manager.directory.warm[sealed]
     return bool(((hot != NOWHERE) | (warm != NOWHERE)).all())
-
-
-def _append(
-    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
-) -> None:
-    """Append saved pages as a prefill would: selective attention takes note of each."""
-    try:
-        with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
-            for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):
-                pages = manager.tiers.format.pages(raw)
-                k, v = (x.flatten(1, 2)[None, :, :count] for x in pages)
-                manager.append(sequences, layer, k.to(manager.device), v.to(manager.device))
-    except BaseException:
-        manager.close_sequences(sequences)
-        raise
-
-
-def _read_ahead(
-    manager: PageManager, block_keys: Sequence[bytes], tokens: int, pool: ThreadPoolExecutor
-) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """Yield (layer, frames, tokens) in the order in which a prefill would append them."""
-    cold, geometry = store_of(manager), manager.geometry
-    size = manager.warm.frame_bytes
-    step = max(1, BATCH_BYTES // size)
-
-    def read(keys: list[bytes]) -> torch.Tensor:
-        buffer = aligned_buffer(len(keys) * size)
-        cold.read_into(keys, [buffer[i * size : (i + 1) * size] for i in range(len(keys))])
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(len(keys), size)
-
-    waiting: deque[tuple[int, int, Future[torch.Tensor]]] = deque()
-    for start in range(0, len(block_keys), step):
-        blocks = block_keys[start : start + step]
-        count = min(len(blocks) * geometry.page_tokens, tokens - start * geometry.page_tokens)
-        if count <= 0:
-            raise ColdReadError(f"{len(block_keys)} pages for {tokens} tokens")
-        for layer in range(geometry.layers):
-            keys = [page_key(block, layer) for block in blocks]
-            waiting.append((layer, count, pool.submit(read, keys)))
-            if len(waiting) > READS_AHEAD:
-                first, held, future = waiting.popleft()
-                yield first, future.result(), held
-    for layer, count, future in waiting:
-        yield layer, future.result(), count

@@ -7,17 +7,19 @@ import struct
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierkv.codecs import RAW, Codec
 from tierkv.page import Geometry
-from tierkv.paging.directory import PageDirectory
+from tierkv.paging.directory import NOWHERE, Blocks, PageDirectory
 from tierkv.paging.keys import page_key
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.frames import Frames
 from tierkv.tiers.hot import HotTier
 from tierkv.tiers.packed import PackedStore
 from tierkv.tiers.transfer import Transfer
@@ -103,6 +105,14 @@ class TierSet:
         if saved is not None:
             return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
+
+    def home_addresses(self, blocks: Blocks, layer: int) -> Frames:
+        """Return where pages begin in host memory, ``[n]``; 0 for those without a warm home."""
+        frames = self.directory.warm[blocks, layer]
+        settled = (frames != NOWHERE) & (frames < self.warm.homes.capacity)
+        addresses = np.zeros(len(blocks), dtype=np.int64)
+        addresses[settled] = self.warm.addresses(frames[settled])
+        return addresses
 
     @property
     def stored_codec(self) -> str:

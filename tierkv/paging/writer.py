@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierkv.paging.directory import NOWHERE
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.selective import TAIL_FRAME
 from tierkv.paging.sequences import Sequences
@@ -198,10 +197,5 @@ class Writer:
         state = tiers.selective
         if state is None or not state.spec.selects(layer):
             return
-        addresses = None
-        if state.spec.slots:
-            frames = tiers.directory.warm[blocks, layer]
-            settled = (frames != NOWHERE) & (frames < tiers.warm.homes.capacity)
-            addresses = np.zeros(len(blocks), dtype=np.int64)
-            addresses[settled] = tiers.warm.addresses(frames[settled])
+        addresses = tiers.home_addresses(blocks, layer) if state.spec.slots else None
         state.sealed(layer, position, k, v, tiers.hot.arenas[layer], addresses)

@@ -108,7 +108,7 @@ class Config:
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
     disk_writes_per_day: int | None = None
-    io_threads: int = 4
+    io_threads: int = 8
     attention: str = "exact"
     selector: str = "cuboid"
     token_budget: int = 4096

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,28 +80,60 @@ def disk_bandwidth(directory: Path, num_bytes: int) -> tuple[float, bool]:
     direct = probe_direct_io(directory).works
     count = max(DISK_THREADS, num_bytes // DISK_CALL_BYTES)
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=directory) as scratch:
-        fd = open_extent(Path(scratch) / "raw", direct=direct)
+        raw = Path(scratch) / "raw"
+        fd = open_extent(raw, direct=direct)
         try:
             page = aligned_buffer(DISK_CALL_BYTES)
             page[:] = os.urandom(DISK_CALL_BYTES)
             for index in range(count):
                 write_frames(fd, index * DISK_CALL_BYTES, [page], direct=direct)
-            os.fdatasync(fd)
-
-            def work(thread: int) -> None:
-                target = aligned_buffer(DISK_CALL_BYTES)
-                for index in range(thread, count, DISK_THREADS):
-                    read_frames(fd, index * DISK_CALL_BYTES, [target], direct=direct)
-
-            def read_all() -> None:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                with ThreadPoolExecutor(DISK_THREADS) as pool:
-                    list(pool.map(work, range(DISK_THREADS)))
-
-            seconds = statistics.median(_seconds(read_all) for _ in range(3))
         finally:
             os.close(fd)
-    return count * DISK_CALL_BYTES / seconds, direct
+        size = count * DISK_CALL_BYTES
+        rates = [read_bandwidth([raw], size, direct=direct) for _ in range(3)]
+    return statistics.median(rates), direct
+
+
+def read_bandwidth(
+    paths: Sequence[Path],
+    num_bytes: int,
+    *,
+    direct: bool,
+    threads: int = DISK_THREADS,
+    call_bytes: int = DISK_CALL_BYTES,
+) -> float:
+    """Read the first `num_bytes` of some files, dropped from the page cache; bytes per second.
+
+    Every thread reads into memory of its own, which it has touched before.
+    """
+    calls: list[tuple[int, int]] = []
+    fds = [open_extent(path, direct=direct) for path in paths]
+    try:
+        for fd in fds:
+            drop_cached(fd)
+            calls += [(fd, at) for at in range(0, os.fstat(fd).st_size, call_bytes)]
+        calls = calls[: -(-num_bytes // call_bytes)]
+        targets = [aligned_buffer(call_bytes) for _ in range(threads)]
+        for target in targets:
+            target[:] = bytes(call_bytes)
+
+        def work(thread: int) -> int:
+            mine = calls[thread::threads]
+            return sum(read_frames(fd, at, [targets[thread]], direct=direct) for fd, at in mine)
+
+        with ThreadPoolExecutor(threads) as pool:
+            start = time.perf_counter()
+            done = sum(pool.map(work, range(threads)))
+            return done / (time.perf_counter() - start)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def drop_cached(fd: int) -> None:
+    """Drop a file from the page cache, written out first."""
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from tierkv.errors import ConfigError
+from tierkv.errors import ColdReadError, ConfigError
 from tierkv.paging import adopt
-from tierkv.paging.directory import NOWHERE
+from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
 from tierkv.paging.manager import PageManager
@@ -130,20 +130,14 @@ def _save_encoded(
             written += keys
 
 
-def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:
-    """Return how many pages of a saved context the store does not hold."""
-    layers = range(manager.geometry.layers)
-    keys = [page_key(key, layer) for key in block_keys for layer in layers]
-    return len(store_of(manager).missing(keys))
-
-
 def restore(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
 ) -> None:
     """Make a new sequence hold saved pages.
 
-    As many as there are free frames for are read, straight into place; the others stay where they
-    are on disk, are never written again, and are checked when they are read.
+    As many as there are free frames for are read, straight into place; the others, which the store
+    must hold, stay where they are on disk, are never written again, and are checked when they are
+    read. Nothing is looked up before the first read: the disk is what takes the time.
 
     Raises:
         ColdReadError: a page is missing or damaged. The sequence is closed, nothing else changed.
@@ -153,6 +147,7 @@ def restore(
     blocks = adopt.register(manager, block_keys)
     try:
         adopt.begin(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
+        _check_left(manager, sequences)
     except BaseException:
         manager.close_sequences(sequences)
         raise
@@ -162,6 +157,20 @@ def restore(
 
 def above(manager: PageManager, sequences: Sequences) -> bool:
     """Whether all sealed pages of a batch are hot or warm."""
-    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens]
+    return not len(_left(manager, sequences))
+
+
+def _left(manager: PageManager, sequences: Sequences) -> Blocks:
+    """Return (block, layer) of the sealed pages that are neither hot nor warm, ``[n, 2]``."""
+    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens].reshape(-1)
     hot, warm = manager.directory.hot[sealed], manager.directory.warm[sealed]
-    return bool(((hot != NOWHERE) | (warm != NOWHERE)).all())
+    rows, layers = np.nonzero((hot == NOWHERE) & (warm == NOWHERE))
+    return np.stack([sealed[rows], layers], axis=1)
+
+
+def _check_left(manager: PageManager, sequences: Sequences) -> None:
+    """Raise `ColdReadError` if the store lacks pages that stay there."""
+    left = _left(manager, sequences).tolist()
+    gone = store_of(manager).missing([manager.tiers.key(*page) for page in left])
+    if gone:
+        raise ColdReadError(f"{len(gone)} of {len(left)} pages left on disk are not in the store")

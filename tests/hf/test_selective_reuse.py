@@ -131,21 +131,15 @@ def test_a_restored_context_may_be_cut_and_go_on(tmp_path: Path) -> None:
         assert context.generate(**NEW)[0].tolist() == want
 
 
-def test_one_context_at_a_time_is_said_before_anything_is_taken(tmp_path: Path) -> None:
-    """Also for what is known: a second one is refused, and the first goes on unharmed."""
+def test_what_is_refused_leaves_the_context_that_is_there(tmp_path: Path) -> None:
     ids = tokens(1, 300)
-    with selecting("warm", tmp_path, prefix_cache=True) as wrapped:
+    with selecting("warm", tmp_path, prefix_cache=True) as wrapped, wrapped.open() as context:
         want = wrapped.generate(ids, **NEW)[0, 300:].tolist()
-        context = wrapped.open()
         context.append(ids)
-        with pytest.raises(ConfigError, match="one context at a time; close"):
-            wrapped.generate(ids, **NEW)
-        assert context.generate(**NEW)[0].tolist() == want
-        context.close()
-        assert wrapped.generate(ids, **NEW)[0, 300:].tolist() == want
         rows = torch.stack([ids[0], torch.cat([torch.zeros_like(ids[0, :20]), ids[0, 20:]])])
         with pytest.raises(ConfigError, match="one sequence at a time, got a batch of 2"):
             wrapped.generate(rows, attention_mask=(rows != 0).long(), **NEW)
         with pytest.raises(ConfigError, match="max_context is 1024 tokens"):
             wrapped.prefill(ids.repeat(1, 10), wrapped.cache())
+        assert context.generate(**NEW)[0].tolist() == want
         assert wrapped.generate(ids, **NEW)[0, 300:].tolist() == want

@@ -182,7 +182,7 @@ class Context:
         independently, and closing one leaves the other whole. Nothing is written.
 
         Raises:
-            ConfigError: attention is selective, or the name cannot be used.
+            ConfigError: the name cannot be used.
             BudgetError: no room for another tail.
         """
         if name is not None:

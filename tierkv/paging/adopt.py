@@ -12,8 +12,8 @@ from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.edit import fresh_tails, read_pages
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
-from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.turns import take_note
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames, runs
 
@@ -24,7 +24,7 @@ def begin(
     """Make new sequences hold known pages (see `adopt`), brought up as far as there is room.
 
     Raises:
-        ConfigError: attention is selective, which keeps one context, of one sequence.
+        ConfigError: attention is selective, and they are several sequences or too long.
         BudgetError: no room for the tails.
         ColdReadError: a page could not be read. The caller closes the sequences.
     """
@@ -33,7 +33,7 @@ def begin(
     adopt(manager, sequences, table, partial, tokens)
     promote(manager, np.unique(table))
     if manager.selective is not None:
-        _take_note(manager, manager.selective, table[0])
+        take_note(manager, sequences)
 
 
 def adopt(
@@ -180,21 +180,3 @@ def _promote_warm(manager: PageManager, blocks: Blocks) -> None:
         failure = failure or next(iter(failed), None)
     if failure is not None:
         raise failure
-
-
-def _take_note(manager: PageManager, state: SelectiveState, blocks: Blocks) -> None:
-    """Show selective attention the sealed pages ``[n]`` that its context has begun with.
-
-    Their summaries are made anew, from the keys that attention reads.
-    """
-    step, tiers = manager.placement.staging_pages, manager.tiers
-    starts = range(0, len(blocks), step)
-    layers = filter(state.spec.selects, range(manager.geometry.layers))
-    parts = [(layer, start) for layer in layers for start in starts]
-    fetches = [Fetch(layer, blocks[start : start + step]) for layer, start in parts]
-    with closing(manager.lookahead.run(fetches)) as arrived:
-        for (layer, start), (fetch, staged) in zip(parts, arrived, strict=True):
-            count = len(fetch.blocks)
-            k, v = staged.k_frames[:, :count], staged.v_frames[:, :count]
-            addresses = tiers.home_addresses(fetch.blocks, layer) if state.spec.slots else None
-            state.sealed(layer, start, k, v, manager.hot.arenas[layer], addresses)

@@ -27,6 +27,7 @@ from tierkv.paging.prefix import PrefixCache
 from tierkv.paging.selective import Selective
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
+from tierkv.paging.turns import activate
 from tierkv.paging.writer import Writer
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames
@@ -142,10 +143,11 @@ class PageManager:
             self._writer.seal_tails(sequences)
 
     def admit(self, sequences: Sequences, batch: int, length: int) -> None:
-        """Check that sequences may hold `length` tokens each, as far as attention is selective.
+        """Let sequences go on, up to `length` tokens each; where attention is selective, in turn.
 
         Raises:
-            ConfigError: they are several, or there is another context, or `max_context` is less.
+            ConfigError: attention is selective, and they are several, or `max_context` is less.
+            BudgetError, ColdReadError: see `turns.activate`.
         """
         self._close_discarded()
         selective = self.selective
@@ -155,11 +157,8 @@ class PageManager:
             raise ConfigError(
                 f"attention='selective' decodes one sequence at a time, got a batch of {batch}"
             )
-        if selective.owner not in (None, sequences):
-            raise ConfigError(
-                "attention='selective' keeps one context at a time; close() the other cache first"
-            )
         selective.check_room(length // self.geometry.page_tokens, self.geometry.page_tokens)
+        activate(self, sequences)
 
     def new_blocks(self, count: int) -> Blocks:
         """Make blocks with one reference each."""
@@ -167,18 +166,19 @@ class PageManager:
             return self.directory.new_blocks(count)
 
     def start(self, sequences: Sequences, batch: int) -> None:
-        """Make `sequences`, new ones, an empty batch: only their tails take frames.
+        """Make `sequences`, new ones, an empty batch: only tails take frames, unless they wait.
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room for the tails.
         """
         self._check_open()
         self._close_discarded()
-        sequences.tails = self.take_tails(batch)
+        if sequences.waiting is None:
+            sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
         self._open.add(sequences)
-        if self.selective is not None:
+        if self.selective is not None and sequences.waiting is None:
             self.selective.owner = sequences
 
     def take_tails(self, count: int) -> Frames:
@@ -187,7 +187,7 @@ class PageManager:
         Raises:
             HotBudgetError: the tails of all open sequences need more frames than there are.
         """
-        held = sum(sequences.batch for sequences in self._open)
+        held = sum(sequences.batch for sequences in self._open if sequences.waiting is None)
         if held + count > self.hot.frames_per_layer:
             page, layers = self.geometry.page_bytes, self.geometry.layers
             raise HotBudgetError(
@@ -329,8 +329,8 @@ class PageManager:
         if self.selective is not None and self.selective.owner is sequences:
             self.selective.forget()
         self.lookahead.cancel()
-        for layer in range(self.geometry.layers):
-            self.hot.give(layer, sequences.tails[layer])
+        for layer, tails in enumerate(sequences.tails):
+            self.hot.give(layer, tails)
         sequences.changed()
         self.release(sequences.blocks)
 

@@ -22,6 +22,7 @@ from tierkv.paging.keys import page_key
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.turns import activate
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
@@ -47,6 +48,7 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
         DiskBudgetError, ColdWriteError: what was written of this call is dropped again.
         ColdReadError: a page could not be read to be written, likewise.
     """
+    activate(manager, sequences)
     written = list[bytes]()
     try:
         if not manager.tiers.format.codec.lossless:

@@ -214,7 +214,8 @@ class PageManager:
             pages = []
             for layer, length in enumerate(sequences.lengths):
                 sealed = (length + new) // tokens - length // tokens
-                pages.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
+                kept = min(sealed, self.hot.homes_free(layer) // batch) if sealed else 0
+                pages.append((sealed - kept) * batch)
             return pages
 
         make_room(self, down)
@@ -300,6 +301,7 @@ class PageManager:
     def release(self, blocks: Blocks) -> None:
         """Drop one reference to each block; free the pages nobody holds any more."""
         self.lookahead.cancel()
+        self.transfer.wait_replay()
         with self.tiers.changed:
             dead = self.directory.release(blocks)
             if not len(dead):

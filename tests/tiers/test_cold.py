@@ -64,7 +64,8 @@ def test_a_batch_gets_neighbouring_slots_and_one_call(store, monkeypatch):
         )
     put(store, *keys)
     read(store, *reversed(keys))
-    assert calls == [("pwritev", 32), ("preadv", 32)]
+    store.read_into(sorted(keys), [aligned_buffer(32 * FRAME)])
+    assert calls == [("pwritev", 32), ("preadv", 32), ("preadv", 1)]
 
 
 def test_a_write_syncs_the_payloads_before_it_becomes_visible(tmp_path, monkeypatch):

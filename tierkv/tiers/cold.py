@@ -134,13 +134,15 @@ class ColdStore(Metadata):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Fill each buffer with the page stored under its key, checked against its checksum.
 
-        Neighbours on disk are read in one call. Damaged pages are dropped from the store. A page
-        whose read failed in the operating system (``io_errors``) is kept: the next may succeed.
+        Neighbours on disk are read in one call, into one buffer if they are neighbours there too.
+        Damaged pages are dropped from the store. A page whose read failed in the operating system
+        (``io_errors``) is kept: the next may succeed.
 
         Args:
             keys: pages stored by `put`.
-            buffers: writable, C-contiguous, `frame_bytes` bytes each; read into without a copy
-                if their address is a multiple of 4096.
+            buffers: writable, C-contiguous, for one page each or for several, together for as
+                many as there are keys; read into without a copy if their address is a multiple of
+                4096.
 
         Raises:
             BadPagesError: a `ColdReadError`; `faults` names the keys that could not be read. Their
@@ -148,9 +150,9 @@ class ColdStore(Metadata):
             StoreError: malformed arguments.
         """
         with self._lifetime.using():
-            views = self._payloads.views(keys, buffers, writable=True)
+            views = self._payloads.targets(keys, buffers)
             faults, values = self._payloads.read(self.frame_bytes, keys, views)
-            num_read = sum(key not in faults for key in keys)
+            num_read = sum(key not in faults for key in keys) if faults else len(keys)
             self._count("pages_read", num_read)
             self._count("bytes_read", num_read * self.frame_bytes)
             if faults:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tierkv.tiers.commit import Committer
 from tierkv.tiers.direct_io import aligned_buffer
+from tierkv.tiers.frame_views import FrameViews
 from tierkv.tiers.payloads import Payloads
 
 MOVE_BYTES = 8 << 20
@@ -26,7 +27,8 @@ def compact(payloads: Payloads, committer: Committer) -> int:
     for start in range(0, len(moves), step):
         batch = moves[start : start + step]
         views = [memory[i * size : (i + 1) * size] for i in range(len(batch))]
-        faults, _ = payloads.read(size, [key for key, _ in batch], views)
+        targets = FrameViews([memory[: len(batch) * size]], size)
+        faults, _ = payloads.read(size, [key for key, _ in batch], targets)
         whole = [i for i, (key, _) in enumerate(batch) if key not in faults]
         keys, places = [batch[i][0] for i in whole], [batch[i][1] for i in whole]
         committer.put(keys, [views[i] for i in whole], places)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import BadPagesError, Fault
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.frame_views import FrameViews
 from tierkv.units import round_up
 
 REST = b"rest/"
@@ -103,8 +104,10 @@ class PackedStore(ColdStore):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Read and unpack pages; see `ColdStore.read_into`."""
         step, faults = max(1, BATCH_BYTES // self.frame_bytes), dict[bytes, Fault]()
+        frames = FrameViews(buffers, self.page_frame_bytes).each()
         for at in range(0, len(keys), step):
-            faults |= self._read_packed(keys[at : at + step], buffers[at : at + step])
+            part = keys[at : at + step]
+            faults |= self._read_packed(part, list(islice(frames, len(part))))
         if faults:
             raise BadPagesError(faults, len(keys))
 

@@ -339,7 +339,10 @@ class Transfer:
     def _read(self, keys: Sequence[bytes], frames: Frames) -> None:
         assert self.cold is not None
         self.wait_frames(frames)
-        self.cold.read_into(keys, [self.warm.payload(frame) for frame in frames.tolist()])
+        neighbours = runs(page_run_keys(self.warm, frames))
+        self.cold.read_into(
+            keys, [self.warm.payload(int(frames[at]), stop - at) for at, stop in neighbours]
+        )
 
     def spill(self, task: Callable[[], None]) -> Future[None]:
         """Run a write to disk on the spill thread, in the order asked for."""

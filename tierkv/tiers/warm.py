@@ -75,12 +75,12 @@ class WarmTier:
         bases = np.array([starts[chunk] for chunk in chunks.tolist()], dtype=np.int64)
         return bases + index * self.frame_bytes
 
-    def payload(self, frame: int) -> memoryview:
-        """Return one frame's memory, `SECTOR`-aligned, writable."""
+    def payload(self, frame: int, count: int = 1) -> memoryview:
+        """Return the memory of `count` frames of one chunk, `SECTOR`-aligned, writable."""
         chunk, index = divmod(frame, self.chunk_frames)
         self._chunk(chunk)
-        start = index * self.frame_bytes
-        return memoryview(self._chunks[chunk].result()[0])[start : start + self.frame_bytes]
+        start, stop = index * self.frame_bytes, (index + count) * self.frame_bytes
+        return memoryview(self._chunks[chunk].result()[0])[start:stop]
 
     def _chunk(self, chunk: int) -> torch.Tensor:
         """Return a chunk's frames, ``[frames, frame_bytes]``; pinned memory is made ahead."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.errors import StoreError
 from tierkv.tiers.budget import DiskBudget
@@ -20,10 +22,12 @@ from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.extents import Extents, frame_sizes
 from tierkv.tiers.faults import Fault
 from tierkv.tiers.frame_views import FrameViews
+from tierkv.tiers.frames import Frames
 from tierkv.tiers.record import MAX_KEY_BYTES, BadRecordError, Record, payload_hash, unpack_many
 
 _GROWTH_BYTES = 64 << 20
 _VERIFY_BYTES = 16 << 20
+_PLACE = ("frame_bytes", "file_index", "slot")
 
 
 class Payloads:
@@ -57,22 +61,22 @@ class Payloads:
             raise
         self.own = self._extents[frame_bytes]
 
-    def claim(self, rows: Iterable[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
+    def claim(self, rows: Sequence[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
         """Mark the slots that these (key, record bytes) name as used; return those that cannot be.
 
         Their headers are damaged, or their slots are not there: no read could succeed.
         """
         faults: dict[bytes, Fault] = {}
-        for key, value in rows:
-            try:
-                record = Record.unpack(key, value)
-            except BadRecordError as error:
-                faults[key] = Fault("bad_header", str(error))
+        whole, records = unpack_many([key for key, _ in rows], [value for _, value in rows])
+        places = zip(*(records[name].tolist() for name in _PLACE), strict=True)
+        for (key, value), is_whole in zip(rows, whole.tolist(), strict=True):
+            if not is_whole:
+                faults[key] = _why_not(key, value)
                 continue
-            extents = self._extents.get(record.frame_bytes)
-            if extents is None or not extents.claim(record.file_index, record.slot):
-                detail = f"slot {record.slot} of file {record.file_index} is not there"
-                faults[key] = Fault("truncated", detail)
+            frame_bytes, file_index, slot = next(places)
+            extents = self._extents.get(frame_bytes)
+            if extents is None or not extents.claim(file_index, slot):
+                faults[key] = Fault("truncated", f"slot {slot} of file {file_index} is not there")
         return faults
 
     def views(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[memoryview]:
@@ -124,18 +128,12 @@ class Payloads:
         extents = self._extents[frame_bytes]
         with self.lock:
             values = self._catalogue.get_many(keys)
-            whole, records = unpack_many(keys, values)
-            whole[whole] = records["frame_bytes"] == frame_bytes
-            records = records[records["frame_bytes"] == frame_bytes]
-            places = records["file_index"].astype(np.int64), records["slot"].astype(np.int64)
-            positions = extents.position(*places)
+            frames, records = _of_size(keys, values, frame_bytes)
+            positions = _positions(extents, records)
             extents.slots.pin(positions.tolist())
         faults: dict[bytes, Fault] = {}
-        for index in np.flatnonzero(~whole).tolist():
-            why = _unpack(keys[index], values[index], frame_bytes)
-            assert isinstance(why, Fault)
-            faults[keys[index]] = why
-        frames = np.flatnonzero(whole)
+        for index in np.setdiff1d(np.arange(len(keys)), frames).tolist():
+            faults[keys[index]] = _why_not(keys[index], values[index])
         try:
             unread = extents.read(positions, views, frames)
             sizes, hashes = records["payload_bytes"].tolist(), records["payload_hash"].tolist()
@@ -246,10 +244,10 @@ class Payloads:
         """
         used: list[tuple[int, bytes]] = []
         for rows in self._catalogue.scan():
-            for key, value in rows:
-                record = _unpack(key, value, self.own.frame_bytes)
-                if isinstance(record, Record):
-                    used.append((self.own.position(record.file_index, record.slot), key))
+            keys = [key for key, _ in rows]
+            index, records = _of_size(keys, [value for _, value in rows], self.own.frame_bytes)
+            positions = _positions(self.own, records).tolist()
+            used += [(at, keys[i]) for at, i in zip(positions, index.tolist(), strict=True)]
         used.sort(reverse=True)
         free = self.own.slots.free_positions()
         pairs = zip(used, free, strict=False)
@@ -268,16 +266,29 @@ class Payloads:
         return growth + self._catalogue.growth_bytes(count)
 
 
-def _unpack(key: bytes, value: bytes | None, frame_bytes: int) -> Record | Fault:
+def _of_size(
+    keys: Sequence[bytes], values: Sequence[bytes | None], frame_bytes: int
+) -> tuple[Frames, npt.NDArray[Any]]:
+    """Return which keys have an intact record of a frame size, and the fields of those records."""
+    whole, records = unpack_many(keys, values)
+    own = records["frame_bytes"] == frame_bytes
+    return np.flatnonzero(whole)[own], records[own]
+
+
+def _positions(extents: Extents, records: npt.NDArray[Any]) -> Frames:
+    files, slots = records["file_index"].astype(np.int64), records["slot"].astype(np.int64)
+    return extents.position(files, slots)
+
+
+def _why_not(key: bytes, value: bytes | None) -> Fault:
+    """Say what is wrong with a record that `_of_size` left out."""
     if value is None:
         return Fault("missing", "no such key")
     try:
         record = Record.unpack(key, value)
     except BadRecordError as error:
         return Fault("bad_header", str(error))
-    if record.frame_bytes != frame_bytes:
-        return Fault("other_frame_bytes", f"a page of {record.frame_bytes} bytes")
-    return record
+    return Fault("other_frame_bytes", f"a page of {record.frame_bytes} bytes")
 
 
 def _check_payload(view: memoryview, num_bytes: int, expected: int) -> Fault | None:

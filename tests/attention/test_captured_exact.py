@@ -151,3 +151,21 @@ def test_what_a_replay_cannot_return_is_not_replayed(tmp_path: Path, monkeypatch
         )  # fmt: skip
     assert len(got.hidden_states) == 3
     assert graph.replays == 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: Any) -> None:
+    """Memory made in inference mode could not be written outside of it."""
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    given = budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=1)
+    want = model("llama").generate(ids, max_new_tokens=40, do_sample=False)
+    with tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        argument = {cache_argument(model("llama")): tier_cache}
+        with torch.inference_mode():
+            graph = DecodeGraph(model("llama"), tier_cache, 400, proves=True)
+            monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+            first = wrapped.generate(ids, max_new_tokens=20, do_sample=False, **argument)
+        got = wrapped.generate(first.clone(), max_new_tokens=20, do_sample=False, **argument)
+        assert graph.replays == 40
+    assert got.tolist() == want.tolist()

@@ -70,8 +70,11 @@ class DecodeGraph:
             first = manager.selective.spec.dense_layers
             self.upcoming = Upcoming.of(hf_model, look_ahead, first)
         pages = -(-max_tokens // manager.geometry.page_tokens) + 2
-        self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
-        self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
+        with torch.inference_mode(False):
+            self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
+            self.ids, self.position = torch.zeros(
+                (2, 1, 1), dtype=torch.long, device=manager.device
+            )
         self._graph: Any = None
         self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
@@ -84,6 +87,7 @@ class DecodeGraph:
             return "the model has layers with sliding windows or recurrent state"
         return self._failed or self.lookups.obstacle()
 
+    @torch.inference_mode(False)  # what is kept from step to step may be written in any mode
     @torch.no_grad()
     def step(self, token: torch.Tensor) -> torch.Tensor:
         """Append one token and return its logits, ``[1, 1, vocab]``, valid until the next step.

@@ -223,7 +223,8 @@ class Run:
             "machine": machine, "torch": torch.__version__, "settings": vars(self.arguments),
             "tokens": self.tokens, "kv_bytes": self.kv_bytes, "ttft_seconds": times,
             "open_seconds": self.opened, "read_bytes_per_second": rate,
-            "raw_bytes_per_second": self.raw, "direct_io": direct, "share_of_raw": rate / raw,
+            "raw_bytes_per_second": raw, "raw_runs": self.raw, "direct_io": direct,
+            "share_of_raw": rate / raw,
             "save_seconds": self.save_seconds, "overhead_seconds": overhead,
             "break_even_tokens": length, "recompute_curve": self.curve, "same_first_token": same,
         }  # fmt: skip

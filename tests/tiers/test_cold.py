@@ -172,6 +172,12 @@ def test_malformed_arguments_are_refused(store):
     put(store, b"a")
     with pytest.raises(StoreError, match="read-only"):
         store.read_into([b"a"], [memoryview(bytes(FRAME))])
+    with pytest.raises(StoreError, match="1 keys but buffers for 2"):
+        store.read_into([b"a"], [aligned_buffer(2 * FRAME)])
+    with pytest.raises(StoreError, match="multiples of 4096 contiguous bytes, got 5000"):
+        store.read_into([b"a"], [aligned_buffer(5000)])
+    with pytest.raises(StoreError, match="contiguous: False"):
+        store.read_into([b"a"], [aligned_buffer(2 * FRAME)[::2]])
     assert len(store) == 1
 
 

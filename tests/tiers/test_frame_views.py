@@ -27,7 +27,7 @@ def test_pieces_are_the_frames_in_order(counts: list[int], data: st.DataObject) 
     for count in counts:
         buffers.append(memoryview(bytearray(content[at : at + count * SIZE])))
         at += count * SIZE
-    views = FrameViews(buffers, SIZE)
+    views = FrameViews(buffers, SIZE, total)
     assert len(views) == total
     assert [bytes(view) for view in views.each()] == [
         content[i * SIZE : (i + 1) * SIZE] for i in range(total)

@@ -27,7 +27,7 @@ def compact(payloads: Payloads, committer: Committer) -> int:
     for start in range(0, len(moves), step):
         batch = moves[start : start + step]
         views = [memory[i * size : (i + 1) * size] for i in range(len(batch))]
-        targets = FrameViews([memory[: len(batch) * size]], size)
+        targets = FrameViews([memory[: len(batch) * size]], size, len(batch))
         faults, _ = payloads.read(size, [key for key, _ in batch], targets)
         whole = [i for i, (key, _) in enumerate(batch) if key not in faults]
         keys, places = [batch[i][0] for i in whole], [batch[i][1] for i in whole]

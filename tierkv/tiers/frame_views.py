@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tierkv.errors import StoreError
 from tierkv.tiers.frames import Frames, runs
 
 
@@ -18,17 +19,31 @@ class FrameViews:
     """Frames of one size, numbered through buffers that hold one or more of them each.
 
     Args:
-        buffers: C-contiguous, a multiple of `frame_bytes` bytes each.
+        buffers: writable, C-contiguous, a multiple of `frame_bytes` bytes each.
+        count: of frames that they must hold.
 
     Attributes:
         neighbours: ``[frames]``, counts up by one exactly while frames lie behind each other.
+
+    Raises:
+        StoreError: the buffers are others.
     """
 
-    def __init__(self, buffers: Sequence[memoryview], frame_bytes: int):
+    def __init__(self, buffers: Sequence[memoryview], frame_bytes: int, count: int):
+        for buffer in buffers:
+            if not buffer.nbytes or buffer.nbytes % frame_bytes or not buffer.c_contiguous:
+                raise StoreError(
+                    f"pages must be multiples of {frame_bytes} contiguous bytes, got "
+                    f"{buffer.nbytes} (contiguous: {buffer.c_contiguous})"
+                )
+            if buffer.readonly:
+                raise StoreError("cannot read a page into a read-only buffer")
         self.frame_bytes = frame_bytes
         self._buffers = [buffer.cast("B") for buffer in buffers]
         counts = np.array([buffer.nbytes // frame_bytes for buffer in buffers], dtype=np.int64)
         self._firsts: list[int] = (np.cumsum(counts) - counts).tolist()
+        if counts.sum() != count:
+            raise StoreError(f"{count} keys but buffers for {counts.sum()}")
         buffer_of = np.repeat(np.arange(len(buffers)), counts)
         self.neighbours = np.arange(len(buffer_of)) + buffer_of
 

@@ -104,7 +104,7 @@ class PackedStore(ColdStore):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Read and unpack pages; see `ColdStore.read_into`."""
         step, faults = max(1, BATCH_BYTES // self.frame_bytes), dict[bytes, Fault]()
-        frames = FrameViews(buffers, self.page_frame_bytes).each()
+        frames = FrameViews(buffers, self.page_frame_bytes, len(keys)).each()
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
             faults |= self._read_packed(part, list(islice(frames, len(part))))

@@ -103,19 +103,7 @@ class Payloads:
             StoreError: keys or buffers are malformed.
         """
         _check_keys(keys)
-        size = self.own.frame_bytes
-        for buffer in buffers:
-            if not buffer.nbytes or buffer.nbytes % size or not buffer.c_contiguous:
-                raise StoreError(
-                    f"pages must be multiples of {size} contiguous bytes, got {buffer.nbytes} "
-                    f"(contiguous: {buffer.c_contiguous})"
-                )
-            if buffer.readonly:
-                raise StoreError("cannot read a page into a read-only buffer")
-        views = FrameViews(buffers, size)
-        if len(keys) != len(views):
-            raise StoreError(f"{len(keys)} keys but buffers for {len(views)}")
-        return views
+        return FrameViews(buffers, self.own.frame_bytes, len(keys))
 
     def read(
         self, frame_bytes: int, keys: Sequence[bytes], views: FrameViews
@@ -166,7 +154,7 @@ class Payloads:
             memory = aligned_buffer(count * frame_bytes)
             for start in range(0, len(keys), count):
                 batch = keys[start : start + count]
-                views = FrameViews([memory[: len(batch) * frame_bytes]], frame_bytes)
+                views = FrameViews([memory[: len(batch) * frame_bytes]], frame_bytes, len(batch))
                 faults |= self.read(frame_bytes, batch, views)[0]
         return faults
 

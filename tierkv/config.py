@@ -85,8 +85,8 @@ class Config:
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
             in memory and packs them on disk, without loss.
-        cuda_graph: whether `generate` replays decode steps as a CUDA graph: one sequence on a GPU,
-            no page read from disk. None: where it can; True also warns where it cannot.
+        cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can;
+            True also warns where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
             that pages are copied before they are asked for; 0 for none. On an H200 scoring
             twice cost what it saved; slower links were not measured.

@@ -124,7 +124,7 @@ class PageManager:
         return Lookup(self, sequences, layer, past, tails, visible, kept, new)
 
     def begin_token(self, sequences: Sequences) -> None:
-        """Make room for one token of one open sequence, which a captured step will write.
+        """Make room for one token of each open sequence, which a captured step will write.
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing changed.
@@ -134,10 +134,10 @@ class PageManager:
         length = sequences.lengths[0]
         self.admit(sequences, sequences.batch, length + 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
-            sequences.extend(self.new_blocks(1).reshape(1, 1))
+            sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
-        """Count the token that a captured step has written; seal the page it fills."""
+        """Count the tokens that a captured step has written; seal the pages they fill."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
         if sequences.lengths[0] % self.geometry.page_tokens == 0:
             self._writer.seal_tails(sequences)

@@ -123,7 +123,7 @@ class PrefixCache:
 
         def free() -> int:
             hot = self._manager.hot
-            return min(hot.pools[layer].free for layer in hot.homed)
+            return min((hot.pools[layer].free for layer in hot.homed), default=0)
 
         goal = free() + pages
         while (count := goal - free()) > 0 and len(blocks := self.tree.oldest(count, idle)):

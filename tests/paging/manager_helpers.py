@@ -85,6 +85,7 @@ def make_manager(
             io_threads=io_threads,
             codec=codec,
         )
+    manager.transfer.min_read_bytes = 1  # several threads read even pages as small as these
     if chunk_frames is not None:
         manager.warm.chunk_frames = chunk_frames
     poison(manager)

@@ -33,8 +33,8 @@ from tierkv.tiers.warm import WarmTier, page_run_keys
 MIN_COPY_BYTES = 512 << 10
 """Below this many bytes a copy, on average, one gather by a kernel beats the copy engine: issuing
 a copy takes as long as moving that much."""
-
-
+MIN_READ_BYTES = 512 << 10
+"""Reads from disk of fewer bytes are not divided among threads: each costs the host, too."""
 PREPARED_READS = 512
 """Prepared layouts of staging buffers that are kept; most blocks fill a buffer."""
 
@@ -66,7 +66,7 @@ class Transfer:
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
-        self._io_threads = io_threads
+        self._io_threads, self.min_read_bytes = io_threads, MIN_READ_BYTES
         self._asides: dict[int, Any] = {}
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
@@ -330,7 +330,8 @@ class Transfer:
 
     def read_cold(self, keys: Sequence[bytes], frames: Frames) -> list[Future[None]]:
         """Start reading pages from disk into warm frames, spread over the I/O threads."""
-        share = -(-len(keys) // self._io_threads)
+        least = -(-self.min_read_bytes // self.warm.frame_bytes)
+        share = max(-(-len(keys) // self._io_threads), least)
         return [
             self._io_pool.submit(self._read, keys[at : at + share], frames[at : at + share])
             for at in range(0, len(keys), share)

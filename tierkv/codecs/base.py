@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 
 CHUNK = 16
@@ -30,6 +31,9 @@ class Codec(Protocol):
 
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page, a multiple of `CHUNK`."""
+
+    def layout(self, geometry: Geometry) -> Layout | None:
+        """Return what kernels are compiled for; None if pages are only copied."""
 
     def encode(
         self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor

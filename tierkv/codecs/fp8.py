@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tierkv.codecs.affine import LIMIT, divide, get, put, round_scale
+from tierkv.codecs.affine import LIMIT, get, put, round_scale
 from tierkv.codecs.base import CHUNK, head_pages
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 from tierkv.units import round_up
 
@@ -32,6 +33,12 @@ class FP8:
         """Bytes of one encoded head-page."""
         return sum(self._sizes(geometry)) + 2 * CHUNK
 
+    def layout(self, geometry: Geometry) -> Layout:
+        """See `Codec`."""
+        tokens, k_dim, v_dim = geometry.page_tokens, geometry.k_dim, geometry.v_dim
+        groups = (k_dim, tokens, k_dim, v_dim, tokens, v_dim)
+        return Layout(geometry.dtype, 8, tokens, *groups, floats=True)
+
     def _sizes(self, geometry: Geometry) -> tuple[int, int]:
         tokens = geometry.page_tokens
         return round_up(tokens * geometry.k_dim, CHUNK), round_up(tokens * geometry.v_dim, CHUNK)
@@ -44,7 +51,7 @@ class FP8:
         for x, size in zip((k, v), self._sizes(geometry), strict=True):
             scale = _scale(x)
             codes = x.float() / torch.where(scale > 0, scale, 1.0)
-            codes = codes.nan_to_num(0.0).clamp_(-LARGEST, LARGEST).to(E4M3)
+            codes = codes.masked_fill_(scale.isnan(), 0.0).clamp_(-LARGEST, LARGEST).to(E4M3)
             put(raw, at, codes.flatten(-2).view(torch.uint8))
             put(raw, at + size, scale.flatten(-2))
             at += size + CHUNK
@@ -81,7 +88,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     With the eight bits of a bfloat16, so that a code times it is exact.
     """
     largest = x.float().abs().amax((-2, -1), keepdim=True)
-    scale = round_scale(divide(largest, LARGEST)).float()
+    scale = round_scale(largest, LARGEST).float()
     return torch.where(largest <= LIMIT, scale, torch.nan)
 
 

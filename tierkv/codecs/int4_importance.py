@@ -16,6 +16,7 @@ import torch
 from tierkv.codecs.affine import Section
 from tierkv.codecs.base import CHUNK, head_pages
 from tierkv.codecs.int4 import INT4
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 from tierkv.units import round_up
 
@@ -43,6 +44,11 @@ class Int4Importance:
         every, kept, index_bytes = self.sections(geometry)
         return sum(section.num_bytes for section in every + kept) + index_bytes
 
+    def layout(self, geometry: Geometry) -> Layout:
+        """See `Codec`."""
+        few, channels = geometry.page_tokens // SHARE, INT4.group(geometry.k_dim)
+        return INT4.layout(geometry)._replace(kept=few, kept_k_columns=channels)
+
     def encode(
         self,
         geometry: Geometry,
@@ -56,7 +62,8 @@ class Int4Importance:
         raw, few = head_pages(self, geometry, frames), geometry.page_tokens // SHARE
         if scores is None:
             scores = unlikeness(k)
-        order = scores.nan_to_num(torch.inf).argsort(dim=-1, descending=True, stable=True)
+        scores = scores.masked_fill(scores.isnan(), torch.inf)
+        order = scores.argsort(dim=-1, descending=True, stable=True)
         chosen = order[..., :few].sort(dim=-1).values
         without = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
         at = 0

@@ -84,7 +84,8 @@ class Config:
         codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
-            in memory and packs them on disk, without loss.
+            in memory and packs them on disk, without loss, unless the disk is found faster than
+            that when the store is made; ``raw+zstd:1``, with a level of zstd, packs always.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
             sequence, and every page that is read is hot or selected. None: with selective
             attention only.

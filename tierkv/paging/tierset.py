@@ -19,7 +19,7 @@ from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import HotTier
-from tierkv.tiers.packed import PackedStore
+from tierkv.tiers.packed import PackedStore, UnpackedStore
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -123,7 +123,7 @@ class TierSet:
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
-        if isinstance(self.cold, PackedStore):
+        if isinstance(self.cold, PackedStore | UnpackedStore):
             report["packing"] = self.cold.report()
         if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()

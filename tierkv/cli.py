@@ -54,7 +54,7 @@ _HELP = {
     "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
-    "cuda_graph": ("", "replay decode steps as a CUDA graph; selective attention does anyway"),
+    "cuda_graph": ("", "replay decode steps as a CUDA graph; by default where it can be done"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
     "compile": ("", "run the model's layers through torch.compile in replayed steps"),
     "salt": ("TEXT", "pages saved under one text are not found under another"),
@@ -115,6 +115,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         help="also prefill contexts up to N really (128K if N is left out)")  # fmt: skip
     add("--without", action="append", default=[], choices=("transformers", "offloaded"),
         help="leave out a baseline")  # fmt: skip
+    add("--eager", action="store_true", help="do not replay tierkv's steps as CUDA graphs")
     add("--steps", type=int, default=0, metavar="N", help="decode steps (default: 64)")
     add("--limit-seconds", type=float, default=0.0, metavar="S",
         help="end a decode measurement early after this long (default: 20)")  # fmt: skip

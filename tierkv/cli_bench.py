@@ -113,6 +113,7 @@ def options_from(args: argparse.Namespace) -> Options:
         store=None if args.store is None else Path(args.store).expanduser(),
         page_tokens=args.page_tokens,
         codecs=codecs(args.codec),
+        eager=args.eager,
         scale=16 if quick and not cuda else 1,
     )
 
@@ -238,11 +239,12 @@ def _rows_table(rows: list[dict[str, Any]]) -> Table:
         cut = row["layers"] != row["layers_of_shape"]
         layers = f" ({row['layers']}/{row['layers_of_shape']} layers)" if cut else ""
         ours, speedup = row["system"] == TIERKV, row.get("speedup", {})
+        graph = ", graph" if row.get("captured") else ""
         pinned = "" if row["pinned_bytes"] is None else f" ({format_bytes(row['pinned_bytes'])})"
         table.add_row(
             row["shape"] + layers,
             f"{row['tokens']:,}",
-            f"tierkv {hot_label(row['hot_share'])}" if ours else row["system"],
+            f"tierkv {hot_label(row['hot_share'])}{graph}" if ours else row["system"],
             f"{'exact' if row['exact'] else 'selective'} {row['codec']}",
             *(format_bytes(row[f"{tier}_bytes"]) for tier in ("hot", "warm", "cold")),
             f"{row['decode']['ms_p50']:.2f}",

@@ -86,9 +86,8 @@ class Config:
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
             in memory and packs them on disk, without loss, unless the disk is found faster than
             that when the store is made; ``raw+zstd:1``, with a level of zstd, packs always.
-        cuda_graph: whether `generate` replays decode steps as a CUDA graph where it can: one
-            sequence, and every page that is read is hot or selected. None: with selective
-            attention only.
+        cuda_graph: whether `generate` replays decode steps as a CUDA graph: one sequence on a GPU,
+            no page read from disk. None: where it can; True also warns where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
             that pages are copied before they are asked for; 0 for none. On an H200 scoring
             twice cost what it saved; slower links were not measured.

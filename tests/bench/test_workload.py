@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
 
 CPU = torch.device("cpu")
+
+
+def eager(model: Any, cache: Any) -> workload.Step:
+    return partial(workload.step, model, cache)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,9 @@ def quiet(*_: Any) -> None:
 
 
 def test_outputs_equal_those_of_dynamic_cache(model: Any, geometry: Any) -> None:
-    result = workload.check(model, geometry, lambda **settings: api.wrap(model, **settings))
+    result = workload.check(
+        model, geometry, partial(api.wrap, model), lambda _, cache, __: eager(model, cache)
+    )
     assert result["ok"]
     assert result["relative_logit_error"] < 1e-4 < result["error_with_one_page_wrong"]
     assert result["same_greedy_tokens"] == result["steps"]
@@ -49,7 +56,9 @@ def test_one_wrong_page_is_noticed(
         real(cache, layer, k, v.roll(32, dims=2))
 
     monkeypatch.setattr(workload, "append", wrong)
-    result = workload.check(model, geometry, lambda **settings: api.wrap(model, **settings))
+    result = workload.check(
+        model, geometry, partial(api.wrap, model), lambda _, cache, __: eager(model, cache)
+    )
     assert not result["ok"]
 
 
@@ -69,8 +78,9 @@ def test_decode_counts_what_is_streamed(model: Any, geometry: Any) -> None:
     with api.wrap(model, gpu_budget=16 * page, cpu_budget=512 * page) as wrapped:
         cache = wrapped.cache()
         workload.fill_tiers(cache, geometry, 62 * 32)
+        run = eager(model, cache)
         timed, moved = workload.decode(
-            model, cache, warmup=2, steps=70, limit_seconds=100.0, say=quiet
+            run, cache, CPU, warmup=2, steps=70, limit_seconds=100.0, say=quiet
         )
         hot = wrapped.stats()["tiers"]["hot"]["pages"]
     assert len(timed.seconds) == 70
@@ -86,7 +96,10 @@ def test_decode_counts_what_is_streamed(model: Any, geometry: Any) -> None:
 def test_decode_ends_when_its_time_is_over(model: Any, geometry: Any) -> None:
     cache = shapes.stock_cache(model)
     workload.fill_stock(cache, geometry, 64, CPU)
-    timed, moved = workload.decode(model, cache, warmup=1, steps=99, limit_seconds=0.0, say=quiet)
+    run = eager(model, cache)
+    timed, moved = workload.decode(
+        run, cache, CPU, warmup=1, steps=99, limit_seconds=0.0, say=quiet
+    )
     assert len(timed.seconds) == workload.MIN_STEPS
     assert moved == {}
     assert cache.get_seq_length() == 64 + 1 + workload.MIN_STEPS

@@ -1,7 +1,7 @@
-"""Attention of decode steps that are captured as a CUDA graph: one sequence, nothing streamed.
+"""Attention of decode steps that are captured as a CUDA graph: one sequence, no page on disk.
 
 A captured step reads every length, slot and table from device memory, which `begin` sets before
-each replay. Layers that select read through their `Reader`; the others have all pages hot.
+each replay. Layers that select read through their `Reader`, the others through `CapturedExact`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from tierkv.attention import selective_gpu
-from tierkv.kernels import decode
-from tierkv.kernels.decode import PagedKV
-from tierkv.kernels.merge import Partials, merge
+from tierkv.attention.captured_exact import CapturedExact
 from tierkv.paging.manager import PageManager
-from tierkv.paging.plan import Plan
 from tierkv.paging.sequences import Sequences
-
-MAX_SPLITS = 96
-"""Splits over the pages of an exact layer at most."""
 
 
 class CapturedLookups:
@@ -36,27 +29,19 @@ class CapturedLookups:
         self.manager, self.sequences = manager, sequences
         spec = manager.selective.spec if manager.selective is not None else None
         self.exact_layers = layers if spec is None else min(spec.dense_layers, layers)
+        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages)
         self.slots = torch.zeros((layers, 1), dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(1, dtype=torch.int32, device=device)
-        shape = (self.exact_layers, 1, max_pages)
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._reader: selective_gpu.Reader | None = None
-        self._partials: Partials | None = None
-        self._query: torch.Tensor | None = None
-        self._launches: dict[int, decode.Launch] = {}
-        self._plans: dict[int, Plan] = {}
 
     def obstacle(self) -> str:
         """Say why the next step cannot be captured or replayed; empty if it can."""
         selective, past = self.manager.selective, self._past()
         if selective is not None and past <= selective.spec.kept_pages:
             return "the context is still shorter than what is always read"
-        if past + 2 > self.tables.shape[2]:
-            return f"the context outgrew the {self.tables.shape[2]} pages that were captured"
-        for layer in range(self.exact_layers):
-            plan = self.manager.plan(self.sequences, layer, past)
-            if len(plan.streamed):
-                return f"layer {layer} is exact and {len(plan.streamed)} of its pages are not hot"
+        if past + 2 > self.exact.max_pages:
+            return f"the context outgrew the {self.exact.max_pages} pages that were captured"
+        if obstacle := self.exact.obstacle(past):
+            return obstacle
         if selective is not None and selective.away and not selective.spec.skips:
             return f"{selective.away} pages are on disk, and waiting for them takes the host"
         return ""
@@ -70,15 +55,7 @@ class CapturedLookups:
         past, offset = divmod(sequences.lengths[0], page_tokens)
         slots = sequences.tails[:, :1] * page_tokens + offset
         self.slots.copy_(torch.from_numpy(slots), non_blocking=True)
-        self.tokens.fill_(sequences.lengths[0] + 1)
-        for layer in range(self.exact_layers):
-            plan = self.manager.plan(sequences, layer, past)
-            if plan is self._plans.get(layer):
-                continue
-            frames = np.append(plan.frames[0], sequences.tails[layer, 0]).astype(np.int32)
-            table = torch.from_numpy(frames).to(self.tables.device)
-            self.tables[layer, 0, : len(frames)] = table
-            self._plans[layer] = plan
+        self.exact.begin(past, offset + 1)
         if self._reader is not None:
             self._reader.begin(past, offset + 1)
 
@@ -129,7 +106,7 @@ class CapturedLookups:
             return self._reader_of(query).attend(
                 query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
             )
-        return self._exact(query, layer, scale, softcap, sinks)
+        return self.exact.attend(query, layer, scale=scale, softcap=softcap, sinks=sinks)
 
     def _reader_of(self, query: torch.Tensor) -> selective_gpu.Reader:
         if self._reader is None:
@@ -137,29 +114,3 @@ class CapturedLookups:
             past, offset = divmod(self.sequences.lengths[0], self.manager.geometry.page_tokens)
             self._reader.begin(past, offset + 1)
         return self._reader
-
-    def _exact(
-        self,
-        query: torch.Tensor,
-        layer: int,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        heads, geometry = query.shape[1], self.manager.geometry
-        if self._query is None or self._partials is None:
-            self._query = torch.empty_like(query[:, :, 0], memory_format=torch.contiguous_format)
-            self._partials = Partials.allocate(MAX_SPLITS, 1, heads, geometry.v_dim, query.device)
-        if layer not in self._launches:
-            arena = self.manager.hot.arenas[layer]
-            self._launches[layer] = decode.prepare(
-                self._query, PagedKV(arena.k_frames, arena.v_frames), self._partials, slot=0,
-                tokens=self.tokens, table=self.tables[layer], scale=scale, softcap=softcap,
-                max_splits=MAX_SPLITS,
-            )  # fmt: skip
-        self._query.copy_(query[:, :, 0])
-        launch = self._launches[layer]
-        launch.run()
-        out = query.new_empty((1, heads, geometry.v_dim))
-        merge(self._partials, launch.next_slot, out, sinks=None if sinks is None else sinks.float())
-        return out.unsqueeze(1)

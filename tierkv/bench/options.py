@@ -16,7 +16,7 @@ class Options:
 
     `shapes` are pairs of a shape's name and its contexts in tokens; `prefill_tokens` is the
     longest context that is really prefilled (0: none); budgets of None follow from the KV; `codecs`
-    are how tierkv stores pages below hot, one row each.
+    are how tierkv stores pages below hot, one row each; `eager` keeps it from replaying steps.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
@@ -34,4 +34,5 @@ class Options:
     store: Path | None = None
     page_tokens: int = 32
     codecs: tuple[str, ...] = ("raw",)
+    eager: bool = False
     scale: int = 1

@@ -76,7 +76,7 @@ class ShapeRun:
     def run(self) -> None:
         """Check, then measure; what cannot be measured is reported with the reason."""
         options, systems = self.options, self.systems
-        checked = workload.check(systems.model, systems.geometry, systems.wrap)
+        checked = workload.check(systems.model, systems.geometry, systems.wrap, systems.step_of)
         self.report["checks"].append({"shape": self.name, **checked})
         self._save(self.report)
         if not checked["ok"]:

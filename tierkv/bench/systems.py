@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,11 +14,12 @@ from tierkv.bench import memory, timeline, workload
 from tierkv.bench.ceiling import Ceiling
 from tierkv.bench.options import Options
 from tierkv.bench.summary import STOCK, TIERKV
-from tierkv.bench.workload import Progress
+from tierkv.bench.workload import Progress, Step
 from tierkv.codec_names import parse_codecs
 from tierkv.codecs import CODECS
 from tierkv.errors import TierKVError
 from tierkv.hf import shapes
+from tierkv.hf.graph import decode_graph
 from tierkv.hf.prefill import default_chunk
 from tierkv.page import Geometry
 from tierkv.tiers.frame_format import FrameFormat
@@ -92,7 +94,10 @@ class Systems:
             wrapped = stack.enter_context(self.wrap(**settings))
             cache = wrapped.cache()
             workload.fill_tiers(cache, self.geometry, tokens, self.say)
-            row, moved = self._decode(cache, options.warmup, options.steps)
+            run, captured = self.step_of(wrapped, cache, tokens), False
+            row, moved = self._decode(run, cache, options.warmup, options.steps)
+            if cache.graph is not None:
+                captured = cache.graph.replays == options.warmup + row["decode"]["steps"]
             tiers = {name: tier["bytes"] for name, tier in wrapped.stats()["tiers"].items()}
             steps = row["decode"]["steps"]
             row |= {
@@ -102,15 +107,28 @@ class Systems:
                 "bytes_per_token": {way: total / steps for way, total in moved.items()},
                 "pinned_bytes": wrapped.manager.warm.taken_bytes if wrapped.manager else 0,
                 "timeline": self._timeline(cache),
+                "captured": captured,
             }
             cache.close()
             row["prefill_seconds"] = self._prefill(wrapped, tokens)
         return row | {"ceiling": self._ceiling(row, tokens)}
 
-    def _decode(self, cache: Any, warmup: int, steps: int) -> tuple[dict[str, Any], dict[str, int]]:
+    def step_of(self, wrapped: api.TieredModel, cache: Any, tokens: int) -> Step:
+        """Return what decodes a token: a replayed step where `generate` would replay one."""
+        eager = functools.partial(workload.step, self.model, cache)
+        if self.options.eager:
+            return eager
+        graph = decode_graph(self.model, cache, wrapped.config, tokens)
+        if graph is None or graph.obstacle():
+            return eager
+        return graph.step
+
+    def _decode(
+        self, run: Step, cache: Any, warmup: int, steps: int
+    ) -> tuple[dict[str, Any], dict[str, int]]:
         """Return what every row says of decoding, and the bytes that tiers moved meanwhile."""
         timed, moved = workload.decode(
-            self.model, cache, warmup=warmup, steps=steps,
+            run, cache, self.options.device, warmup=warmup, steps=steps,
             limit_seconds=self.options.limit_seconds, say=self.say,
         )  # fmt: skip
         row = {
@@ -123,6 +141,7 @@ class Systems:
         return row, moved
 
     def _timeline(self, cache: Any) -> dict[str, Any] | None:
+        """Return the timeline of an eager step; the profiler sees little of a replay."""
         if self.options.device.type != "cuda":
             return None
         self.say("timeline", 0, 1)
@@ -221,7 +240,8 @@ class Systems:
     def _baseline(self, cache: Any, tokens: int, steps: int) -> dict[str, Any]:
         self.say("fill", 0, 1)
         workload.fill_stock(cache, self.geometry, tokens, self.options.device)
-        return self._decode(cache, min(self.options.warmup, 2), steps)[0]
+        run = functools.partial(workload.step, self.model, cache)
+        return self._decode(run, cache, min(self.options.warmup, 2), steps)[0]
 
     def _need(self, device_bytes: int, host_bytes: int) -> None:
         device, host = self.options.device, host_bytes

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ CHECK_PAGES = 64
 CHECK_STEPS = 4
 MIN_STEPS = 4
 
+Step = Callable[[torch.Tensor], torch.Tensor]
+"""Appends a token ``[1, 1]`` to a cache; returns its logits, ``[1, 1, vocab]``."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much is done, and how much there is."""
 
@@ -113,15 +116,24 @@ def step(model: Any, cache: Any, token: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def decode(
-    model: Any, cache: Any, *, warmup: int, steps: int, limit_seconds: float, say: Progress
+    run: Step,
+    cache: Any,
+    device: torch.device,
+    *,
+    warmup: int,
+    steps: int,
+    limit_seconds: float,
+    say: Progress,
 ) -> tuple[Steps, dict[str, int]]:
     """Decode greedily, each token brought to the host before the next, as generation does.
+
+    run: appends a token to the cache.
 
     Ends early when `limit_seconds` are over. Returns the steps, and the bytes moved by the tiers
     in all timed steps together (nothing for transformers' own cache).
     """
     manager = getattr(cache, "manager", None)
-    token = torch.ones((1, 1), dtype=torch.long, device=model.device)
+    token = torch.ones((1, 1), dtype=torch.long, device=device)
     timed, before = Steps(), _moved(manager)
     start = last = time.perf_counter()
     for index in range(-warmup, steps):
@@ -129,7 +141,7 @@ def decode(
             before = _moved(manager)
             start = last = time.perf_counter()
         sealed = manager.stats.pages_sealed if manager is not None else 0
-        token = step(model, cache, token)[:, -1:].argmax(-1)
+        token = run(token)[:, -1:].argmax(-1)
         token.item()
         now = time.perf_counter()
         if index >= 0:
@@ -149,7 +161,12 @@ def _moved(manager: Any) -> dict[str, int]:
 
 
 @torch.no_grad()
-def check(model: Any, geometry: Geometry, wrapped: Callable[..., Any]) -> dict[str, Any]:
+def check(
+    model: Any,
+    geometry: Geometry,
+    wrapped: Callable[..., Any],
+    step_of: Callable[[Any, Any, int], Step],
+) -> dict[str, Any]:
     """Compare logits of tierkv, most pages streamed, with `DynamicCache` on the same random KV.
 
     The scale is a control: `DynamicCache` with one page of each layer replaced. tierkv has to be
@@ -157,6 +174,7 @@ def check(model: Any, geometry: Geometry, wrapped: Callable[..., Any]) -> dict[s
 
     Args:
         wrapped: makes a wrapped model of keyword settings; used as a context manager.
+        step_of: returns what decodes a token, of a wrapped model, its cache and its length.
     """
     page, size = geometry.page_tokens, geometry.page_bytes * geometry.layers
     device = model.device
@@ -174,13 +192,16 @@ def check(model: Any, geometry: Geometry, wrapped: Callable[..., Any]) -> dict[s
         for whole, part in zip(changed, other, strict=True):
             whole[:, :, middle] = part
         control.update(*changed, layer)
-    want, far = (torch.cat(list(_forced(model, cache))) for cache in (expected, control))
+    want, far = (
+        torch.cat(list(_forced(partial(step, model, cache), device)))
+        for cache in (expected, control)
+    )
     budget = (CHECK_PAGES // 8 + 2) * size
     with wrapped(gpu_budget=budget, cpu_budget=4 * CHECK_PAGES * size) as tiers:
         cache = tiers.cache()
         for layer, (k, v) in enumerate(layers):
             append(cache, layer, k, v)
-        got = torch.cat(list(_forced(model, cache)))
+        got = torch.cat(list(_forced(step_of(tiers, cache, 2 * tokens), device)))
         streamed = tiers.stats()["moved_bytes"]["warm_to_hot"]
     error = ((got - want).norm() / want.norm()).item()
     scale = ((far - want).norm() / want.norm()).item()
@@ -195,11 +216,10 @@ def check(model: Any, geometry: Geometry, wrapped: Callable[..., Any]) -> dict[s
     }
 
 
-def _forced(model: Any, cache: Any) -> Iterator[torch.Tensor]:
+def _forced(run: Step, device: torch.device) -> Iterator[torch.Tensor]:
     """Yield float logits ``[1, vocab]`` of a few steps over the same tokens."""
     for index in range(CHECK_STEPS):
-        token = torch.tensor([[7 * index + 3]], device=model.device)
-        yield step(model, cache, token)[:, -1].float()
+        yield run(torch.tensor([[7 * index + 3]], device=device))[:, -1].float()
 
 
 @torch.no_grad()

@@ -24,6 +24,13 @@ LOOK_AT_PROMPTS = (
 """Arguments of `generate` by which more than the set of a prompt's tokens counts."""
 
 
+REPLAYED = (
+    "input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "return_dict",
+    "logits_to_keep",
+)  # fmt: skip
+"""Arguments of a model's forward, beside its cache, that a replay makes up for."""
+
+
 @contextmanager
 def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[None]:
     """Feed a model only the tokens its cache does not hold, while the block runs.
@@ -53,10 +60,11 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
 
 
 @contextmanager
-def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
+def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iterator[None]:
     """Replay a captured step whenever the model is called for one token of the graph's cache.
 
-    What cannot be replayed runs as always; the reason is a warning, once.
+    What cannot be replayed runs as always; the reason is a warning, once, if replays were asked
+    for or a capture failed.
     """
     name, forward = cache_argument(hf_model), hf_model.forward
     former = vars(hf_model).get("forward")  # someone else's patch, or None
@@ -67,7 +75,10 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
         ids = kwargs.get("input_ids")
         if args or ids is None or ids.shape != (1, 1) or kwargs.get(name) is not graph.tier_cache:
             return forward(*args, **kwargs)
-        obstacle = graph.obstacle()
+        others = (kwargs[key] for key in kwargs.keys() - {name, *REPLAYED})
+        if any(value is not None and value is not False for value in others):
+            return forward(**kwargs)  # it asks for more than logits
+        obstacle, warns = graph.obstacle(), asked
         if not obstacle:
             try:
                 logits = graph.step(ids)
@@ -77,8 +88,8 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph) -> Iterator[None]:
                 }
                 return type(graph.output)(**{**output, "logits": logits.clone()})
             except CaptureError as error:
-                obstacle = str(error)
-        if not told:
+                obstacle, warns = str(error), True
+        if not told and warns:
             warnings.warn(f"decoding without a CUDA graph: {obstacle}", stacklevel=2)
         told.add(obstacle)
         return forward(**kwargs)

@@ -22,8 +22,13 @@ from tierkv.hf.upcoming import Upcoming
 from tierkv.kernels import decode
 from tierkv.kernels.build import available
 
-WARMUPS = 2
+WARMUPS = 1
 """Eager runs of a step before it is captured: libraries set themselves up."""
+MAX_DIFFERENCE = 0.25
+"""Relative difference of logits up to which a replay counts as the model's own step: rounding in 16
+bits makes 0.05 on random weights, one wrong page in 64 makes 0.8."""
+MIN_ROOM = 4096
+"""Tokens that can be replayed at least, also beyond what the model was trained for."""
 
 
 class DecodeGraph:
@@ -40,6 +45,8 @@ class DecodeGraph:
         max_tokens: length up to which the captured step can be replayed.
         look_ahead: layers ahead for which lookups are foreseen, where layers select; 0 for none.
         compiled: run the model's own layers through `torch.compile`, which takes a while once.
+        proves: run the first step also through the model itself and compare the logits. A model
+            whose step needs more than tokens and positions differs, and is not replayed.
     """
 
     def __init__(
@@ -50,6 +57,7 @@ class DecodeGraph:
         *,
         look_ahead: int = 0,
         compiled: bool = False,
+        proves: bool = False,
     ):
         self.hf_model, self.tier_cache = hf_model, tier_cache
         self._forward = hf_model.forward  # before anyone wraps it
@@ -64,7 +72,7 @@ class DecodeGraph:
         self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
         self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
         self._graph: Any = None
-        self._failed = ""
+        self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
         self.output: Any = None
 
@@ -90,13 +98,38 @@ class DecodeGraph:
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
         self.lookups.begin()
-        if self._graph is None:
+        exact = self.lookups.exact
+        if self._graph is None or exact.outgrown:
+            self._graph = None
+            exact.renew()
             self._capture()
-        self._graph.replay()
-        self.replays += 1
+        if self._proves:
+            with self.lookups.uncounted():
+                self._replay()
+            return self._prove(token)
+        self._replay()
+        exact.count()
         manager.end_token(sequences)
         assert self._logits is not None
         return self._logits
+
+    def _replay(self) -> None:
+        self._graph.replay()
+        self.lookups.manager.transfer.replayed()
+        self.replays += 1
+
+    def _prove(self, token: torch.Tensor) -> torch.Tensor:
+        """Append a token through the model itself, and compare what the replay made of it."""
+        assert self._logits is not None
+        replayed, self._proves = self._logits.float(), False
+        argument = {cache_argument(self.hf_model): self.tier_cache}
+        own = self._forward(input_ids=token, use_cache=True, return_dict=True, **argument).logits
+        logits: torch.Tensor = own
+        error = float((replayed - logits.float()).norm() / logits.float().norm())
+        if not error <= MAX_DIFFERENCE:
+            self._failed = f"a replay's logits differ from the model's own by {error:.2g}"
+            warnings.warn(f"decoding without a CUDA graph: {self._failed}", stacklevel=4)
+        return logits
 
     def _capture(self) -> None:
         """Capture the step; its warm-ups write the token that is to be appended."""
@@ -114,6 +147,7 @@ class DecodeGraph:
             self._capture()
 
     def _run(self) -> torch.Tensor:
+        self.lookups.exact.start()
         with running(self.hf_model, self.lookups, self.upcoming) as step_cache:
             self.output = (self._compiled or self._forward)(
                 input_ids=self.ids,
@@ -122,6 +156,7 @@ class DecodeGraph:
                 return_dict=True,
                 **{cache_argument(self.hf_model): step_cache},
             )
+        self.lookups.exact.finish()
         logits: torch.Tensor = self.output.logits
         return logits
 
@@ -129,14 +164,14 @@ class DecodeGraph:
 def decode_graph(
     hf_model: Any, tier_cache: TierCache, config: Config, tokens: int
 ) -> DecodeGraph | None:
-    """Return the decode step of a cache as a CUDA graph, if it is wanted and can be one.
+    """Return the decode step of a cache as a CUDA graph, unless it is unwanted or cannot be one.
 
     The cache holds one sequence without padding, of `tokens` tokens, and keeps the graph.
     """
-    wanted, manager = config.cuda_graph, tier_cache.manager
-    if wanted is None:
-        wanted = config.attention == "selective"
-    if not wanted or manager is None or manager.device.type != "cuda" or tier_cache.tiered_in_part:
+    manager = tier_cache.manager
+    if config.cuda_graph is False or manager is None or manager.device.type != "cuda":
+        return None
+    if tier_cache.tiered_in_part or hf_model.training or _hooked(hf_model):
         return None
     text, device = hf_model.config.get_text_config(decoder=True), manager.device
     heads = text.num_attention_heads
@@ -147,9 +182,15 @@ def decode_graph(
     ):
         return None
     if tier_cache.graph is None:
-        most = max(config.max_context or text.max_position_embeddings, tokens)
+        most = max(config.max_context or text.max_position_embeddings, tokens + MIN_ROOM)
         tier_cache.graph = DecodeGraph(
-            hf_model, tier_cache, most, look_ahead=config.look_ahead, compiled=config.compile
-        )
+            hf_model, tier_cache, most, look_ahead=config.look_ahead, compiled=config.compile,
+            proves=config.cuda_graph is None,
+        )  # fmt: skip
     graph: DecodeGraph = tier_cache.graph
     return graph
+
+
+def _hooked(hf_model: Any) -> bool:
+    """Whether someone watches modules of a model, which a replay would not show."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in hf_model.modules())

@@ -21,7 +21,8 @@ from tierkv.paging.sequences import Sequences
 from tierkv.stats import Stats
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames
-from tierkv.tiers.transfer import Span, Transfer
+from tierkv.tiers.streams import Span
+from tierkv.tiers.transfer import Transfer
 
 MAX_AHEAD = 64
 """Announced fetches in flight at most; warm frames and staging arenas bound them sooner."""

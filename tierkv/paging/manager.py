@@ -291,6 +291,7 @@ class PageManager:
     def release(self, blocks: Blocks) -> None:
         """Drop one reference to each block; free the pages nobody holds any more."""
         self.lookahead.cancel()
+        self.transfer.wait_replay()
         with self.tiers.changed:
             dead = self.directory.release(blocks)
             if not len(dead):

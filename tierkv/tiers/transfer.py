@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames, runs
+from tierkv.tiers.staged_copies import StagedCopies
+from tierkv.tiers.streams import Span, StreamClock, joined
 from tierkv.tiers.warm import WarmTier, page_run_keys
 
 MIN_COPY_BYTES = 512 << 10
@@ -35,41 +37,6 @@ a copy takes as long as moving that much."""
 
 PREPARED_READS = 512
 """Prepared layouts of staging buffers that are kept; most blocks fill a buffer."""
-
-
-class Span(NamedTuple):
-    """Neighbouring warm frames that go to neighbouring staging slots in one copy."""
-
-    first: int
-    stop: int
-    warm: torch.Tensor
-
-
-class StreamClock:
-    """Numbers the work enqueued on one CUDA stream, which finishes in order."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-        self._issued = self._done = 0
-        self._events: dict[int, Any] = {}
-
-    def tick(self) -> tuple[int, Any]:
-        """Mark everything enqueued so far; return its number and its event."""
-        self._issued += 1
-        event = self._events[self._issued] = self.stream.record_event()
-        return self._issued, event
-
-    def last(self) -> Any:
-        """Return the event of the latest work if it may not be over yet, else None."""
-        return self.pending(np.array([self._issued]))
-
-    def pending(self, numbers: npt.NDArray[np.int64]) -> Any:
-        """Return the event of the latest of `numbers` if it may not be over yet, else None."""
-        latest = int(numbers.max()) if len(numbers) else 0
-        while self._done < latest and self._events[self._done + 1].query():
-            self._done += 1
-            del self._events[self._done]
-        return self._events[latest] if latest > self._done else None
 
 
 class Transfer:
@@ -115,6 +82,7 @@ class Transfer:
             self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
+            self._replayed: Any = None  # end of the last replay, which may still use staging
             self._frame_written = np.zeros(warm.num_frames, dtype=np.int64)
             self._frame_read = np.zeros(warm.num_frames, dtype=np.int64)
             self._enqueue = threading.Lock()  # the up stream has two feeders
@@ -162,6 +130,8 @@ class Transfer:
 
     def _enqueue_up(self, buffer: int, spans: list[Span], frames: Frames) -> Any:
         with self._enqueue, torch.cuda.stream(self._up.stream):
+            if self._replayed is not None:
+                self._up.stream.wait_event(self._replayed)
             if self._raw_read[buffer] is not None:
                 self._up.stream.wait_event(self._raw_read[buffer])
             written = self._down.pending(self._frame_written[frames])
@@ -199,7 +169,7 @@ class Transfer:
             arena = self.staging[buffer]
         else:
             arena = self.staging[0]
-            for first, stop in _joined(spans):
+            for first, stop in joined(spans):
                 self._prepared_read(buffer, first, stop)()
             self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
@@ -260,11 +230,38 @@ class Transfer:
                 self._frame_written[frames] = number
 
     def settle(self) -> None:
-        """Make the caller's stream wait for all copies downwards, before it reads warm memory."""
+        """Make the caller's stream wait for all copies, before a replay reads warm memory."""
         if self.cuda:
-            last = self._down.last()
-            if last is not None:
-                torch.cuda.current_stream(self.device).wait_event(last)
+            for last in (self._down.last(), self._up.last()):
+                if last is not None:
+                    torch.cuda.current_stream(self.device).wait_event(last)
+
+    def replayed(self) -> None:
+        """Make later copies wait for a replay that was just enqueued."""
+        if self.cuda:
+            self._replayed = torch.cuda.current_stream(self.device).record_event()
+
+    def wait_replay(self) -> None:
+        """Block until the last replay is over; the frames it reads may then be given away."""
+        if self.cuda and self._replayed is not None:
+            self._replayed.synchronize()
+
+    def staged_copies(self, blocks: Sequence[Sequence[Span]]) -> StagedCopies:
+        """Return copies of these blocks, of one staging buffer each, for a captured step."""
+        if not self.cuda:
+            arena = self.staging[0]
+
+            def read(buffer: int, block: Sequence[Span]) -> None:
+                for span in block:
+                    self.format.read(span.warm, arena, span.first)
+
+            return StagedCopies(None, torch.empty((1, 0)), read, blocks, arena)
+
+        def lay_out(buffer: int, block: Sequence[Span]) -> None:
+            for first, stop in joined(block):
+                self._prepared_read(buffer, first, stop)()
+
+        return StagedCopies(self._up.stream, self._up_raw, lay_out, blocks, self.staging[0])
 
     def finish(self) -> None:
         """Block until the work on the caller's stream is over."""
@@ -376,14 +373,3 @@ class Transfer:
             pool.shutdown(wait=True, cancel_futures=True)
         if self.cuda:
             torch.cuda.synchronize(self.device)
-
-
-def _joined(spans: list[Span]) -> list[tuple[int, int]]:
-    """Return the slot ranges of spans, neighbours joined."""
-    ranges: list[tuple[int, int]] = []
-    for span in spans:
-        if ranges and ranges[-1][1] == span.first:
-            ranges[-1] = (ranges[-1][0], span.stop)
-        else:
-            ranges.append((span.first, span.stop))
-    return ranges

@@ -1,0 +1,153 @@
+"""Captured exact steps that stream pages, emulated on the CPU, against eager ones."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.hf.test_exact_tokens import model
+from tests.kernels import emulator
+from tests.paging_helpers import budgets
+from tierkv import api
+from tierkv.attention import captured_exact
+from tierkv.hf.attach import cache_argument
+from tierkv.hf.geometry import model_geometry
+from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels import codec, decode, gather, merge
+from tierkv.tiers.transfer import Transfer
+
+NEW = 40
+
+
+class Rerun:
+    """Stands in for a CUDA graph: runs the work again into the same memory."""
+
+    made = 0
+
+    def __init__(self, work: Any, result: torch.Tensor):
+        self.work, self.result = work, result
+        Rerun.made += 1
+
+    def replay(self) -> None:
+        self.result.copy_(self.work())
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if emulator.COMPILER is None or not sys.platform.startswith("linux"):
+        pytest.skip("the emulator needs g++ on Linux")
+    for module in (codec, decode, gather, merge):
+        monkeypatch.setattr(module, "kernel", emulator.kernel)
+    monkeypatch.setattr(decode, "shared_memory", emulator.shared_memory)
+
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    monkeypatch.setattr(Transfer, "capture", rerun)
+    Rerun.made = 0
+
+
+@torch.no_grad()
+def logits_of(
+    hf_model: Any, ids: torch.Tensor, given: dict[str, Any], new: int, captured: bool
+) -> Any:
+    """Return logits of the last `new` tokens, five of them in one chunk, and how it went."""
+    argument, steps = cache_argument(hf_model), []
+    with tierkv.wrap(hf_model, **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph = DecodeGraph(hf_model, tier_cache, 2 * ids.shape[1])
+        at = ids.shape[1] - new
+        while at < ids.shape[1]:
+            count = 5 if at == ids.shape[1] - new // 2 else 1  # a chunk between replays
+            part = ids[:, at : at + count]
+            if captured and count == 1:
+                assert not graph.obstacle()
+                steps.append(graph.step(part)[0].clone())
+            else:
+                steps.append(hf_model(part, **{argument: tier_cache}).logits[0])
+            at += count
+        stats = wrapped.stats()
+    return torch.cat(steps), stats, graph.replays
+
+
+@pytest.mark.parametrize(
+    ("name", "codecs", "more", "later"),
+    [
+        ("llama", "raw", 0, 1), ("llama", "raw", 40, 128),
+        ("qwen3", "int8", 40, 1), ("llama", "int4", 40, 128),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("emulated")
+def test_streamed_steps_equal_eager_ones(
+    name: str, codecs: str, more: int, later: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Blocks of one page and of several; pages sealed between replays; steps captured anew."""
+    monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", later)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 199, (1, 200 + 10 * more + NEW))
+    given = budgets("warm", model(name), tmp_path, page_tokens=16, rows=1) | {"codec": codecs}
+    if more:
+        geometry = model_geometry(model(name).config, model(name).dtype, 16)
+        assert geometry is not None
+        given["gpu_budget"] += more * geometry.page_bytes
+    want, eager, _ = logits_of(model(name), ids, given, NEW, captured=False)
+    got, stats, replays = logits_of(model(name), ids, given, NEW, captured=True)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert replays == NEW - 5
+    assert stats["hits"] == eager["hits"]
+    assert stats["hits"]["warm"] > 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_first_step_is_proved(tmp_path: Path, monkeypatch: Any) -> None:
+    """A replay that leaves out what the model needs is found by its logits, and no token is wrong.
+
+    A model that takes positions from the length of its cache would go on from position 0.
+    """
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    given = budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=1)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    want = model("llama").generate(ids, output_hidden_states=True, **how)
+    made = Transfer.capture
+
+    def wrong(self: Any, work: Any, warmups: int) -> Any:
+        return made(self, lambda: -work(), warmups)
+
+    for capture, replays in ((made, 6), (wrong, 1)):
+        monkeypatch.setattr(Transfer, "capture", capture)
+        with tierkv.wrap(model("llama"), **given) as wrapped:
+            tier_cache = wrapped.cache()
+            graph = DecodeGraph(model("llama"), tier_cache, 400, proves=True)
+            monkeypatch.setattr(api, "decode_graph", lambda *args, graph=graph: graph)
+            argument = {cache_argument(model("llama")): tier_cache}
+            warns = pytest.warns(UserWarning, match="logits differ from the model's own by 2")
+            with warns if capture is wrong else nullcontext():
+                got = wrapped.generate(ids, **argument, **how)
+            assert got.sequences.tolist() == want.sequences.tolist()
+            assert graph.replays == replays
+            assert bool(graph.obstacle()) == (capture is wrong)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_what_a_replay_cannot_return_is_not_replayed(tmp_path: Path, monkeypatch: Any) -> None:
+    """Replays know logits only; whoever asks for hidden states gets an eager step."""
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        tier_cache = wrapped.cache()
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+        argument = {cache_argument(model("llama")): tier_cache}
+        got = wrapped.generate(
+            ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True,
+            output_hidden_states=True, **argument,
+        )  # fmt: skip
+    assert len(got.hidden_states) == 3
+    assert graph.replays == 0

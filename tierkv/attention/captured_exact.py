@@ -1,0 +1,213 @@
+"""Exact layers of captured steps: pages attended in place, and pages streamed from warm memory.
+
+What was streamed when a step was captured is copied by the copy engine, block by block, at fixed
+addresses. Pages sealed since are fetched by a kernel that reads their number and addresses from
+device memory; when they have become too many, the step is captured anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierkv.errors import ConfigError
+from tierkv.kernels import decode
+from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.gather import Fetches
+from tierkv.kernels.merge import Partials, merge
+from tierkv.paging.directory import Blocks
+from tierkv.paging.manager import PageManager
+from tierkv.paging.plan import Plan
+from tierkv.paging.sequences import Sequences
+from tierkv.tiers.frames import Frames
+from tierkv.tiers.staged_copies import StagedCopies
+
+MAX_SPLITS = 96
+"""Splits over the resident pages of a layer at most."""
+STREAMED_SPLITS = 32
+"""Splits over one streamed block at most."""
+MAX_LATER_PAGES = 128
+"""Pages of a layer that may be streamed beyond those of the captured copies."""
+
+
+class CapturedExact:
+    """Fixed memory of the exact layers of one sequence.
+
+    Attributes:
+        outgrown: more is streamed than the captured step reads; `renew` before capturing it anew.
+
+    Args:
+        layers: how many layers, from the first on, are exact.
+        max_pages: pages that the context may grow to, the tail included.
+    """
+
+    def __init__(self, manager: PageManager, sequences: Sequences, layers: int, max_pages: int):
+        self.manager, self.sequences, self.layers = manager, sequences, layers
+        device, heads = manager.device, manager.geometry.kv_heads
+        later = min(MAX_LATER_PAGES, manager.placement.staging_pages)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.tables = zeros(layers, 1, max_pages)
+        self.tokens, self.later_tokens = zeros(2, layers, 1)
+        self.addresses = zeros(layers, later, dtype=torch.int64)
+        order = torch.arange(later, dtype=torch.int32, device=device).repeat(heads, 1)
+        counts = zeros(layers, heads)
+        self.fetches = [Fetches(order, order, counts[layer]) for layer in range(layers)]
+        self.outgrown = False
+        self._plans: dict[int, Plan] = {}
+        self._captured: list[Blocks] = [np.zeros(0, dtype=np.int64)] * layers
+        self._block_pages: list[list[int]] = [[]] * layers
+        self._resident = np.zeros((layers, 1), dtype=np.int32)
+        self._streams = False
+        self._copies: StagedCopies | None = None
+        self._partials: Partials | None = None
+        self._query: torch.Tensor | None = None
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that the context may grow to."""
+        return self.tables.shape[2]
+
+    def obstacle(self, past: int) -> str:
+        """Say why the next step cannot be captured or replayed; empty if it can."""
+        for layer in range(self.layers):
+            plan = self.manager.plan(self.sequences, layer, past)
+            if plan is self._plans.get(layer) or not len(plan.streamed):
+                continue
+            if (self._homes(layer, plan.streamed) < 0).any():
+                return f"layer {layer} is exact and has pages on disk, which take the host to read"
+            try:
+                self.manager.tiers.format.check_fetch()
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    def begin(self, past: int, tail_tokens: int) -> None:
+        """Set what a step reads from device memory; the new token is the tail's last."""
+        page_tokens, changed = self.manager.geometry.page_tokens, False
+        self.manager.lookahead.cancel()  # its staging buffers are the replay's now
+        self.manager.transfer.settle()
+        for layer in range(self.layers):
+            plan = self.manager.plan(self.sequences, layer, past)
+            if plan is not self._plans.get(layer):
+                self._plans[layer] = plan
+                self._set_pages(layer, plan)
+                changed = True
+        tokens = self._resident * page_tokens + tail_tokens
+        self.tokens.copy_(torch.from_numpy(tokens))
+        if changed:
+            room = self.addresses.shape[1] if self._streams else 0
+            later = [self._later(layer) for layer in range(self.layers)]
+            self.outgrown = any(pages is None or len(pages) > room for pages in later)
+
+    def renew(self) -> None:
+        """Prepare for capturing a step: it has copies of all that is streamed now."""
+        manager = self.manager
+        blocks, most = [], 0
+        for layer in range(self.layers):
+            streamed = self._plans[layer].streamed
+            self._captured[layer] = self.sequences.blocks[0, streamed]
+            staged = self._plans[layer].staged
+            self._block_pages[layer] = [len(part.positions) for part in staged]
+            for part in staged:
+                frames = self._homes(layer, part.positions)
+                blocks.append(manager.transfer.spans(np.arange(len(frames)), frames))
+            most = max(most, len(staged))
+            self._set_pages(layer, self._plans[layer])
+        self._streams, self.outgrown = bool(blocks), False
+        self._copies = manager.transfer.staged_copies(blocks)
+        self._slots = MAX_SPLITS + (STREAMED_SPLITS * (most + 1) if blocks else 0)
+        self._partials = None
+
+    def start(self) -> None:
+        """Begin the copies of a step, before its first layer."""
+        assert self._copies is not None
+        self._copies.begin()
+
+    def finish(self) -> None:
+        """End them, after its last layer."""
+        assert self._copies is not None
+        self._copies.end()
+
+    def count(self) -> None:
+        """Count the lookups of a step that was replayed."""
+        stats = self.manager.stats
+        streamed = sum(len(plan.streamed) for plan in self._plans.values())
+        stats.hits_hot += int(self._resident.sum())
+        stats.hits_warm += streamed
+        stats.warm_to_hot_bytes += streamed * self.manager.tiers.format.page_bytes
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        layer: int,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend in one layer. query: ``[1, heads, 1, dim]``; returns ``[1, 1, heads, v_dim]``."""
+        heads, geometry = query.shape[1], self.manager.geometry
+        if self._query is None:
+            self._query = torch.empty_like(query[:, :, 0], memory_format=torch.contiguous_format)
+        if self._partials is None:
+            self._partials = Partials.allocate(self._slots, 1, heads, geometry.v_dim, query.device)
+        self._query.copy_(query[:, :, 0])
+        settings: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        slot = self._read(
+            self.manager.hot.arenas[layer], 0, tokens=self.tokens[layer],
+            table=self.tables[layer], max_splits=MAX_SPLITS, **settings,
+        )  # fmt: skip
+        settings["max_splits"] = STREAMED_SPLITS
+        if self._streams:
+            slot = self._read_later(layer, slot, settings)
+        assert self._copies is not None
+        for pages in self._block_pages[layer]:
+            tokens = pages * geometry.page_tokens
+            slot = self._read(self._copies.next(), slot, tokens=tokens, **settings)
+        out = query.new_empty((1, heads, geometry.v_dim))
+        merge(self._partials, slot, out, sinks=None if sinks is None else sinks.float())
+        return out.unsqueeze(1)
+
+    def _read_later(self, layer: int, slot: int, settings: dict[str, Any]) -> int:
+        """Fetch the pages sealed since the step was captured, and attend to them."""
+        arena, room = self.manager.transfer.staging[0], self.addresses.shape[1]
+        pages = PagedKV(arena.k_frames[:, :room], arena.v_frames[:, :room])
+        fetch = self.manager.tiers.format.prepare_fetch
+        fetch(self.addresses[layer], self.fetches[layer], pages).run()
+        order = self.fetches[layer].pages[:1]
+        return self._read(arena, slot, tokens=self.later_tokens[layer], table=order, **settings)
+
+    def _read(self, arena: Any, slot: int, **arguments: Any) -> int:
+        assert self._query is not None and self._partials is not None
+        pages = PagedKV(arena.k_frames, arena.v_frames)
+        return decode.attend(self._query, pages, self._partials, slot=slot, **arguments)
+
+    def _set_pages(self, layer: int, plan: Plan) -> None:
+        """Say which pages a layer reads in place, and which are fetched beyond the copies."""
+        frames = np.append(plan.frames[0], self.sequences.tails[layer, 0]).astype(np.int32)
+        self.tables[layer, 0, : len(frames)] = torch.from_numpy(frames).to(self.tables.device)
+        self._resident[layer] = len(frames) - 1
+        later = self._later(layer)
+        if later is None or len(later) > self.addresses.shape[1]:
+            return  # the step will be captured anew
+        if len(later):
+            hosts = self.manager.warm.addresses(self._homes(layer, later))
+            self.addresses[layer, : len(later)] = torch.from_numpy(hosts).to(self.tables.device)
+        self.fetches[layer].counts.fill_(len(later))
+        self.later_tokens[layer].fill_(len(later) * self.manager.geometry.page_tokens)
+
+    def _later(self, layer: int) -> Blocks | None:
+        """Return the positions streamed beyond the captured copies; None if those do not fit."""
+        streamed, captured = self._plans[layer].streamed, self._captured[layer]
+        held = self.sequences.blocks[0, streamed[: len(captured)]]
+        return streamed[len(captured) :] if np.array_equal(held, captured) else None
+
+    def _homes(self, layer: int, positions: Blocks) -> Frames:
+        """Return the warm home of each page, -1 for what has none."""
+        frames = self.manager.directory.warm[self.sequences.blocks[0, positions], layer]
+        return np.where(frames < self.manager.warm.homes.capacity, frames, -1)

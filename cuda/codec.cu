@@ -2,8 +2,8 @@
 // tierkv/codecs/ do.
 //
 // A frame is [kv_heads, head-page], in memory of the device or pinned and mapped host memory. An
-// encoded head-page is a section for K and one for V and, if KEPT tokens have 8 bits, their indices
-// and two more sections. A section is its codes, then parameters, in whole chunks of 16 bytes. To
+// encoded head-page is a section for K and one for V and, if KEPT tokens have 8 bits, two more
+// sections and their indices. A section is its codes, then parameters, in whole chunks of 16 bytes. To
 // decode, a block of threads has all codes and parameters of a head-page under way at once, and a
 // thread turns the codes of a unit into a chunk of the page. To encode, a warp takes a section, or
 // all those of a head-page if tokens are kept. Pointers are multiples of 16, rows whole chunks.
@@ -68,14 +68,16 @@ DEVICE int parameter_chunk(Parts<P, Rest...>, int i) {
 using KeptKeys = Affine<KEPT, K_DIM, 8, 1, KEPT_K_COLUMNS>;
 using KeptValues = Affine<KEPT, V_DIM, 8, 1, V_COLUMNS>;
 using HeadPage = Parts<Part<Keys, true, OtherRows>, Part<Values, false, OtherRows>,
-                       Part<Index, true, AllRows>, Part<KeptKeys, true, KeptRows>,
-                       Part<KeptValues, false, KeptRows>>;
+                       Part<KeptKeys, true, KeptRows>, Part<KeptValues, false, KeptRows>,
+                       Part<Index, true, AllRows>>;
 constexpr int CODE_WORDS = KeptKeys::CODE_WORDS;
-constexpr int INDEX_AT = Keys::PARAMETERS + Values::PARAMETERS;  // in shared memory
+constexpr int INDEX_AT = HeadPage::PARAMETERS - INDEX;               // in shared memory
+constexpr int HEAD_CHUNKS = divide_up(HeadPage::CHUNKS, LINE) * LINE;  // from one to the next
 #else
 using HeadPage = Parts<Part<Keys, true, AllRows>, Part<Values, false, AllRows>>;
 constexpr int CODE_WORDS = Keys::CODE_WORDS;
 constexpr int INDEX_AT = 0;
+constexpr int HEAD_CHUNKS = HeadPage::CHUNKS;
 #endif
 constexpr int LOADS = least(MOST_LOADS, divide_up(HeadPage::UNITS, THREADS));
 
@@ -152,12 +154,12 @@ DEVICE uint4* head_page(const long long* addresses, uint4* frames, long long fra
                         int head) {
     uint4* const start =
         addresses ? reinterpret_cast<uint4*>(addresses[page]) : frames + page * frame;
-    return start ? start + static_cast<long long>(head) * HeadPage::CHUNKS : start;
+    return start ? start + static_cast<long long>(head) * HEAD_CHUNKS : start;
 }
 
 // Encode page i of `count` into frame i. K of (head, page, token) lies at k + head * k_head + page *
 // k_page + token * k_token, V likewise.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, KEPT || DTYPE == DTYPE_F16 ? 2 : 3)
 encode_pages(const long long* addresses, uint4* frames, long long frame, int count, int kv_heads,
              const uint4* k, long long k_head, long long k_page, long long k_token, const uint4* v,
              long long v_head, long long v_page, long long v_token) {
@@ -173,16 +175,20 @@ encode_pages(const long long* addresses, uint4* frames, long long frame, int cou
         const uint4* const values = v + head * v_head + page * v_page;
         uint4* const values_out = out + Keys::CHUNKS;
 #if KEPT
-        uint4* const index_out = values_out + Values::CHUNKS;
-        uint4* const kept_out = index_out + INDEX;
+        uint4* const kept_out = values_out + Values::CHUNKS;
+        uint4* const kept_values_out = kept_out + KeptKeys::CHUNKS;
+        uint4* const index_out = kept_values_out + KeptValues::CHUNKS;
         choose_tokens<Keys::ROW_UNITS>(keys, k_token, shared.choice);
         const UnkeptRows rest = {shared.choice};
         const KeptRows kept(shared.choice.index);
         encode_section<Keys>(keys, k_token, out, rest, shared);
         encode_section<Values>(values, v_token, values_out, rest, shared);
-        for (int j = threadIdx.x % 32; j < INDEX; j += 32) index_out[j] = shared.choice.index[j];
         encode_section<KeptKeys>(keys, k_token, kept_out, kept, shared);
-        encode_section<KeptValues>(values, v_token, kept_out + KeptKeys::CHUNKS, kept, shared);
+        encode_section<KeptValues>(values, v_token, kept_values_out, kept, shared);
+        uint4 zero;
+        zero.x = zero.y = zero.z = zero.w = 0;
+        for (int j = threadIdx.x % 32; j < out + HEAD_CHUNKS - index_out; j += 32)
+            index_out[j] = j < INDEX ? shared.choice.index[j] : zero;
 #else
         if (i % TASKS == 0) encode_section<Keys>(keys, k_token, out, AllRows(), shared);
         else encode_section<Values>(values, v_token, values_out, AllRows(), shared);

@@ -55,16 +55,16 @@ struct Affine {
     }
 };
 
+template <int LEVELS>
 struct Group {
     unsigned bits;  // of the scale
     float base, scale, inverse;
 
-    DEVICE Group() {}
-    DEVICE Group(float low, float high, float levels) {
+    DEVICE void measure(float low, float high) {
         low += 0.0f;  // turns -0 into 0
         high += 0.0f;
         const bool bad = !(low >= -LIMIT && low <= high && high <= LIMIT);
-        bits = scale_for(high - low, levels, bad);
+        bits = scale_for<LEVELS>(high - low, bad);
         base = bad ? 0.0f : low;
         scale = __uint_as_float(bits << 16);
         inverse = inverse_of(scale);
@@ -125,7 +125,8 @@ DEVICE void encode_by_token(const uint4* from, long long token, uint4* out, cons
             range.ends(low, high);
             if (rows.skips(least(group, S::GROUPS - 1) / S::ROW_GROUPS))
                 low = -minus_infinity(), high = -low;
-            const Group found(low, high, S::LEVELS);
+            Group<S::LEVELS> found;
+            found.measure(low, high);
             if (x == 0) {
                 found_scales[group - first] = static_cast<unsigned short>(found.bits);
                 found_bases[group - first] = base_bits(found.base);
@@ -165,7 +166,7 @@ DEVICE void encode_by_token(const uint4* from, long long token, uint4* out, cons
 // their codes are 0.
 template <typename S, typename Rows>
 DEVICE void encode_by_channel(const uint4* from, long long token, uint4* out, const Rows& rows) {
-    constexpr int WIDE = lanes_beside(S::ROW_UNITS), DOWN = 32 / WIDE, DEEP = S::ROWS / DOWN;
+    constexpr int WIDE = 8, DOWN = 32 / WIDE, DEEP = S::ROWS / DOWN;
     static_assert(S::ROWS % DOWN == 0 && DEEP <= MOST_UNITS, "a group fits the registers");
     const int x = threadIdx.x % WIDE, y = threadIdx.x % 32 / WIDE;
     unsigned char* const codes = reinterpret_cast<unsigned char*>(out);
@@ -176,39 +177,36 @@ DEVICE void encode_by_channel(const uint4* from, long long token, uint4* out, co
 #pragma unroll
             for (int i = 0; i < DEEP; ++i)
                 held[i] = load_streaming(from + rows.row(first + i * DOWN + y) * token + unit);
-            Range ranges[4];
+            unsigned rows_codes[DEEP][S::CODE_WORDS] = {}, scales[UNIT / 2] = {}, bases[4];
 #pragma unroll
-            for (int i = 0; i < DEEP; ++i) {
-                if (rows.skips(first + i * DOWN + y)) continue;
-                unsigned words[4];
-                words_of(held[i], words);
+            for (int w = 0; w < 4; ++w) {  // a word is one channel or two
+                Range range;
 #pragma unroll
-                for (int w = 0; w < 4; ++w) ranges[w].take(words[w]);
+                for (int i = 0; i < DEEP; ++i)
+                    if (!rows.skips(first + i * DOWN + y)) range.take(word_of(held[i], w));
+                range.over_lanes(WIDE, 32);
+                float low[PER_WORD], high[PER_WORD], base[PER_WORD];
+                widen_word(range.low, low);
+                widen_word(range.high, high);
+#pragma unroll
+                for (int c = 0; c < PER_WORD; ++c) {
+                    const int j = w * PER_WORD + c, bit = j * S::WIDTH;
+                    Group<S::LEVELS> found;
+                    found.measure(low[c], high[c]);
+                    base[c] = found.base;
+                    scales[j / 2] |= found.bits << j % 2 * 16;
+#pragma unroll
+                    for (int i = 0; i < DEEP; ++i) {
+                        float x[PER_WORD];
+                        widen_word(word_of(held[i], w), x);
+                        rows_codes[i][bit / 32] |= found.code(x[c]) << bit % 32;
+                    }
+                }
+                bases[w] = narrow_word(base);
             }
-            unsigned lows[4], highs[4];
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                ranges[w].over_lanes(WIDE, 32);
-                lows[w] = ranges[w].low, highs[w] = ranges[w].high;
-            }
-            float low[UNIT], high[UNIT];
-            widen(chunk_of(lows), low);
-            widen(chunk_of(highs), high);
-            Group found[UNIT];
-#pragma unroll
-            for (int j = 0; j < UNIT; ++j) found[j] = Group(low[j], high[j], S::LEVELS);
             const bool mine = left + x < S::ROW_UNITS;
             if (y == 0 && mine) {
                 const int group = first / S::ROWS * S::DIM + unit * UNIT;
-                unsigned scales[UNIT / 2], bases[4];
-#pragma unroll
-                for (int i = 0; i < UNIT / 2; ++i)
-                    scales[i] = found[2 * i].bits | found[2 * i + 1].bits << 16;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if constexpr (DTYPE == DTYPE_F32) bases[i] = base_bits(found[i].base);
-                    else bases[i] = pack<DTYPE>(found[2 * i].base, found[2 * i + 1].base);
-                }
                 store_codes<2 * UNIT>(reinterpret_cast<unsigned short*>(out + S::CODES) + group,
                                       scales);
                 out[S::CODES + S::SCALES + group / UNIT] = chunk_of(bases);
@@ -216,19 +214,12 @@ DEVICE void encode_by_channel(const uint4* from, long long token, uint4* out, co
 #pragma unroll
             for (int i = 0; i < DEEP; ++i) {
                 const int row = first + i * DOWN + y;
-                float values[UNIT];
-                unsigned words[S::CODE_WORDS] = {};
-                widen(held[i], values);
 #pragma unroll
-                for (int j = 0; j < UNIT; ++j) {
-                    const int bit = j * S::WIDTH;
-                    words[bit / 32] |= found[j].code(values[j]) << bit % 32;
-                }
-#pragma unroll
-                for (int w = 0; w < S::CODE_WORDS; ++w) words[w] = rows.skips(row) ? 0 : words[w];
+                for (int w = 0; w < S::CODE_WORDS; ++w)
+                    rows_codes[i][w] = rows.skips(row) ? 0 : rows_codes[i][w];
                 if (mine)
                     store_codes<S::CODE_BYTES>(
-                        codes + (row * S::ROW_UNITS + unit) * S::CODE_BYTES, words);
+                        codes + (row * S::ROW_UNITS + unit) * S::CODE_BYTES, rows_codes[i]);
             }
         }
     }

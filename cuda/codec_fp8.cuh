@@ -1,10 +1,11 @@
 // Floats of 8 bits (e4m3) with one scale for a whole section, as tierkv/codecs/fp8.py says.
 //
-// A section is codes, then the scale in float32 with the bits of a bfloat16, in whole chunks.
+// A section is codes, then a line of which the first 4 bytes are the scale, in float32 with the bits
+// of a bfloat16.
 #pragma once
 #include "codec_pages.cuh"
 
-constexpr float LARGEST_E4M3 = 448.0f;
+constexpr int LARGEST_E4M3 = 448;
 
 template <int TOKENS_, int DIM_>
 struct Floats {
@@ -12,7 +13,7 @@ struct Floats {
     static constexpr int ROW_UNITS = DIM / UNIT, UNITS = TOKENS * ROW_UNITS;
     static constexpr int CODE_BYTES = UNIT, CODE_WORDS = UNIT / 4;  // of a unit
     static constexpr int CODES = divide_up(TOKENS * DIM, 16);       // in chunks
-    static constexpr int PARAMETERS = 1, CHUNKS = CODES + PARAMETERS;
+    static constexpr int PARAMETERS = LINE, CHUNKS = CODES + PARAMETERS;
     static constexpr Grouping GROUPING = WHOLE;
     static_assert(DIM % UNIT == 0, "rows are whole chunks");
 
@@ -73,7 +74,7 @@ DEVICE void encode_whole(const uint4* from, long long token, uint4* out) {
     range.ends(low, high);
     const float largest = -low > high ? -low : high;
     const bool bad = !(low >= -LIMIT && high <= LIMIT);
-    const unsigned bits = scale_for(largest, LARGEST_E4M3, bad) << 16;
+    const unsigned bits = scale_for<LARGEST_E4M3>(largest, bad) << 16;
     const float scale = __uint_as_float(bits), inverse = inverse_of(scale);
     for (int first = 0; first < S::UNITS; first += AT_ONCE) {
         if constexpr (S::UNITS > AT_ONCE) load(first);
@@ -101,6 +102,6 @@ DEVICE void encode_whole(const uint4* from, long long token, uint4* out) {
         }
     }
     uint4 parameters;
-    parameters.x = bits, parameters.y = parameters.z = parameters.w = 0;
-    if (lane == 0) out[S::CODES] = parameters;
+    parameters.x = lane == 0 ? bits : 0, parameters.y = parameters.z = parameters.w = 0;
+    if (lane < S::PARAMETERS) out[S::CODES + lane] = parameters;
 }

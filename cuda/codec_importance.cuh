@@ -51,7 +51,7 @@ DEVICE float greater(float a, float b) {  // NaN if one of them is
 // Find the score of each token: the largest distance of a channel from its middle.
 template <int ROW_UNITS>
 DEVICE void score_tokens(const uint4* k, long long token, Choice& choice) {
-    constexpr int WIDE = lanes_beside(ROW_UNITS), DOWN = 32 / WIDE;
+    constexpr int WIDE = 8, DOWN = 32 / WIDE;
     constexpr int DEEP = least(MOST_UNITS, PAGE_TOKENS / DOWN), AT_ONCE = DEEP * DOWN;
     const int x = threadIdx.x % WIDE, y = threadIdx.x % 32 / WIDE;
     uint4 held[DEEP];
@@ -67,10 +67,8 @@ DEVICE void score_tokens(const uint4* k, long long token, Choice& choice) {
             load(first);
 #pragma unroll
             for (int i = 0; i < DEEP; ++i) {
-                unsigned words[4];
-                words_of(held[i], words);
 #pragma unroll
-                for (int w = 0; w < 4; ++w) ranges[w].take(words[w]);
+                for (int w = 0; w < 4; ++w) ranges[w].take(word_of(held[i], w));
             }
         }
         unsigned lows[4], highs[4];

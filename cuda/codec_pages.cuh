@@ -5,7 +5,8 @@
 constexpr int SIZE = DTYPE == DTYPE_F32 ? 4 : 2;
 constexpr int UNIT = 16 / SIZE;  // elements in a chunk of a page
 constexpr int PER_WORD = UNIT / 4;
-constexpr int MOST_UNITS = KEPT ? 8 : 16;       // chunks of a page that a lane holds
+constexpr int LINE = 8;  // chunks that cross the link together
+constexpr int MOST_UNITS = FLOATS ? 16 : 8;     // chunks of a page that a lane holds
 constexpr float LIMIT = 8.507059173023462e37f;  // 2^126
 constexpr unsigned FINEST_SCALE = 0x0d80;       // 2^-100 in bfloat16, as are the next two
 constexpr unsigned NAN_SCALE = 0x7fc0;
@@ -28,26 +29,33 @@ DEVICE constexpr int lanes_for(int items) {
     return lanes;
 }
 
-// Lanes beside each other on a row of so many units, if the other lanes take other rows.
-DEVICE constexpr int lanes_beside(int units) { return MOST_UNITS == 8 || units % 16 ? 8 : 16; }
-
-DEVICE void words_of(const uint4& chunk, unsigned (&words)[4]) {
-    words[0] = chunk.x, words[1] = chunk.y, words[2] = chunk.z, words[3] = chunk.w;
-}
-
 DEVICE uint4 chunk_of(const unsigned (&words)[4]) {
     uint4 chunk;
     chunk.x = words[0], chunk.y = words[1], chunk.z = words[2], chunk.w = words[3];
     return chunk;
 }
 
+DEVICE unsigned word_of(const uint4& chunk, int w) {
+    return w == 0 ? chunk.x : w == 1 ? chunk.y : w == 2 ? chunk.z : chunk.w;
+}
+
+DEVICE void widen_word(unsigned word, float (&x)[PER_WORD]) {
+    if constexpr (DTYPE == DTYPE_F32) x[0] = __uint_as_float(word);
+    else unpack<DTYPE>(word, x[0], x[PER_WORD - 1]);
+}
+
+DEVICE unsigned narrow_word(const float (&x)[PER_WORD]) {
+    if constexpr (DTYPE == DTYPE_F32) return __float_as_uint(x[0]);
+    else return pack<DTYPE>(x[0], x[PER_WORD - 1]);
+}
+
 DEVICE void widen(const uint4& chunk, float (&x)[UNIT]) {
-    unsigned words[4];
-    words_of(chunk, words);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (DTYPE == DTYPE_F32) x[i] = __uint_as_float(words[i]);
-        else unpack<DTYPE>(words[i], x[2 * i], x[2 * i + 1]);
+    for (int w = 0; w < 4; ++w) {
+        float word[PER_WORD];
+        widen_word(word_of(chunk, w), word);
+#pragma unroll
+        for (int c = 0; c < PER_WORD; ++c) x[w * PER_WORD + c] = word[c];
     }
 }
 
@@ -59,9 +67,11 @@ DEVICE uint4 narrow(float (&x)[UNIT]) {
         if constexpr (DTYPE == DTYPE_F16)
             x[j] = x[j] > LARGEST_F16 ? LARGEST_F16 : x[j] < -LARGEST_F16 ? -LARGEST_F16 : x[j];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (DTYPE == DTYPE_F32) words[i] = __float_as_uint(x[i]);
-        else words[i] = pack<DTYPE>(x[2 * i], x[2 * i + 1]);
+    for (int w = 0; w < 4; ++w) {
+        float word[PER_WORD];
+#pragma unroll
+        for (int c = 0; c < PER_WORD; ++c) word[c] = x[w * PER_WORD + c];
+        words[w] = narrow_word(word);
     }
     return chunk_of(words);
 }
@@ -97,20 +107,26 @@ struct Range {
     }
 };
 
-// Bits of the bfloat16 scale by which codes up to `codes` cover `extent`.
-DEVICE unsigned scale_for(float extent, float codes, bool bad) {
-    const unsigned bits = (__float_as_uint(extent / codes) + 0xffff) >> 16;
-    const unsigned coarse = extent > 0.0f && bits < FINEST_SCALE ? FINEST_SCALE : bits;
-    return bad ? NAN_SCALE : coarse;
+// x / divisor to the bit, if `inverse` is 1 / divisor and the divisor a bfloat16: one step of
+// Newton's method is enough for each of the 128 significands that it can have.
+DEVICE float divide(float x, float divisor, float inverse) {
+    const float near = multiply(x, inverse);
+    return multiply_add(multiply_add(-near, divisor, x), inverse, near);
 }
 
-DEVICE float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
+// 1 / scale to the bit, likewise; 0 if the scale is 0 or NaN.
+DEVICE float inverse_of(float scale) {
+    const float near = reciprocal_fast(scale);
+    return scale > 0.0f ? multiply_add(near, multiply_add(-scale, near, 1.0f), near) : 0.0f;
+}
 
-// x / scale to the bit, if `inverse` is 1 / scale and scale is a bfloat16: one step of Newton's
-// method is enough for each of the 128 significands that such a divisor can have.
-DEVICE float divide(float x, float scale, float inverse) {
-    const float near = multiply(x, inverse);
-    return multiply_add(multiply_add(-near, scale, x), inverse, near);
+// Bits of the bfloat16 scale by which codes up to CODES cover `extent`.
+template <int CODES>
+DEVICE unsigned scale_for(float extent, bool bad) {
+    const float step = divide(extent, CODES, 1.0f / CODES);
+    const unsigned bits = (__float_as_uint(step) + 0xffff) >> 16;
+    const unsigned coarse = extent > 0.0f && bits < FINEST_SCALE ? FINEST_SCALE : bits;
+    return bad ? NAN_SCALE : coarse;
 }
 
 // Store `BYTES` bytes of codes or scales, aligned.

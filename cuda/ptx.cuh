@@ -177,6 +177,13 @@ DEVICE float multiply_add(float a, float b, float c) {
     return sum;
 }
 
+// 1 / x within one unit in the last place.
+DEVICE float reciprocal_fast(float x) {
+    float result;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // Round to the nearest integer, halves to even; 0 for what is negative or NaN.
 DEVICE unsigned round_to_unsigned(float x) {
     unsigned result;

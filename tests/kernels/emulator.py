@@ -287,6 +287,11 @@ template <int DATA_TYPE>
 static unsigned max_words(unsigned a, unsigned b) { return extreme_words<DATA_TYPE, false>(a, b); }
 static float multiply(float a, float b) { return a * b; }
 static float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+static float reciprocal_fast(float x) {  // as wrong as it may be
+    const float exact = 1 / x;
+    return random_number() % 2 ? std::nextafter(exact, random_number() % 2 ? 0.0f : 2 * exact)
+                               : exact;
+}
 static unsigned round_to_unsigned(float x) { return x > 0 ? std::lrint(x) : 0; }
 
 template <int DATA_TYPE>

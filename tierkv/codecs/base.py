@@ -17,6 +17,9 @@ from tierkv.page import Geometry
 CHUNK = 16
 """Bytes a kernel loads at once; every run of an encoded head-page is a multiple of it."""
 
+LINE = 128
+"""Bytes that cross the link together; half a line takes nearly as long as a whole one."""
+
 
 class Codec(Protocol):
     """Encodes and decodes many pages at once. Each implementation is one file."""

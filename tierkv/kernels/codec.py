@@ -26,6 +26,8 @@ WARPS = THREADS // 32
 FETCH_BLOCKS = 2 * LINK_BLOCKS
 """Blocks that decode from host memory: a block has one head-page under way, about 9 KiB of
 8-bit codes, less than a block that only copies."""
+LINE = 128
+"""Bytes in whose multiples head-pages with e4m3 codes or kept tokens lie."""
 STATIC_SHARED = 48 << 10
 """Shared memory of a block on every GPU."""
 
@@ -85,13 +87,14 @@ class Layout(NamedTuple):
             parameters = round_up(2 * groups, CHUNK) + round_up(size * groups, CHUNK)
             found.append((round_up(rows * dim * bits // 8, CHUNK), parameters))
         if self.floats:
-            found = [(codes, min(parameters, CHUNK)) for codes, parameters in found]
+            found = [(codes, LINE if codes else 0) for codes, _ in found]
         return found
 
     @property
     def head_bytes(self) -> int:
         """Bytes of one encoded head-page."""
-        return sum(map(sum, self.sections()))
+        size = sum(map(sum, self.sections()))
+        return round_up(size, LINE) if self.floats or self.kept else size
 
 
 def whole_chunks(x: torch.Tensor) -> bool:

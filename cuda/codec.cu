@@ -13,6 +13,9 @@
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_LOADS = 5;  // units that a thread has under way
+// Blocks of a processor: as many as registers allow without spilling.
+constexpr int DECODING_BLOCKS = BITS == 4 && !KEPT && DTYPE == DTYPE_BF16 ? 6 : 4;
+constexpr int ENCODING_BLOCKS = KEPT || DTYPE == DTYPE_F16 ? 2 : 3;
 
 template <bool FLOAT, int DIM, int ROWS, int COLUMNS>
 struct Choose {
@@ -159,7 +162,7 @@ DEVICE uint4* head_page(const long long* addresses, uint4* frames, long long fra
 
 // Encode page i of `count` into frame i. K of (head, page, token) lies at k + head * k_head + page *
 // k_page + token * k_token, V likewise.
-extern "C" __global__ void __launch_bounds__(THREADS, KEPT || DTYPE == DTYPE_F16 ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(THREADS, ENCODING_BLOCKS)
 encode_pages(const long long* addresses, uint4* frames, long long frame, int count, int kv_heads,
              const uint4* k, long long k_head, long long k_page, long long k_token, const uint4* v,
              long long v_head, long long v_page, long long v_token) {
@@ -198,7 +201,7 @@ encode_pages(const long long* addresses, uint4* frames, long long frame, int cou
 
 // Decode frame i of `count` into device frame slots[i] (int32 or int64 by `slot_bytes`), or i if
 // that is 0. The K of (head, frame) lies at k + head * k_head + frame * k_frame, V likewise.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, DECODING_BLOCKS)
 decode_pages(const long long* addresses, uint4* frames, long long frame, const void* slots,
              int slot_bytes, int count, int kv_heads, uint4* k, long long k_head,
              long long k_frame, uint4* v, long long v_head, long long v_frame) {
@@ -217,7 +220,7 @@ decode_pages(const long long* addresses, uint4* frames, long long frame, const v
 
 // Decode head-pages. For KV head h and i < counts[h]: page pages[h, i], in the frame at
 // addresses[page], into device frame frames[h, i]; rows of `pages` and `frames` have `entries`.
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, DECODING_BLOCKS)
 decode_head_pages(const long long* addresses, const int* pages, const int* frames,
                   const int* counts, int entries, int kv_heads, uint4* k, long long k_head,
                   long long k_frame, uint4* v, long long v_head, long long v_frame) {

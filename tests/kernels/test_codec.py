@@ -47,8 +47,9 @@ def test_both_sides_agree_on_sizes(codec: Codec) -> None:
         layout = codec.layout(geometry)
         assert layout is not None and layout.supported
         assert layout.head_bytes * geometry.kv_heads == encoded_bytes(codec, geometry)
-    odd = codec.layout(Geometry(1, 1, 6, 64, torch.bfloat16, 32))
-    assert odd is not None and not odd.supported
+    for k_dim, dtype in ((6, torch.bfloat16), (64, torch.float64)):
+        odd = codec.layout(Geometry(1, 1, k_dim, 64, dtype, 32))
+        assert odd is not None and not odd.supported
 
 
 GEOMETRY = codec_cases.GEOMETRIES[0]

@@ -28,6 +28,8 @@ FETCH_BLOCKS = 2 * LINK_BLOCKS
 8-bit codes, less than a block that only copies."""
 LINE = 128
 """Bytes in whose multiples head-pages with e4m3 codes or kept tokens lie."""
+GROUP_BYTES = 4096
+"""Elements of a group within one token that a warp holds in registers, in bytes."""
 STATIC_SHARED = 48 << 10
 """Shared memory of a block on every GPU."""
 
@@ -56,12 +58,15 @@ class Layout(NamedTuple):
 
     @property
     def supported(self) -> bool:
-        """Whether kernels can work with it: rows of whole chunks, parameters that fit."""
+        """Whether kernels work with it: rows of whole chunks, groups and parameters that fit."""
         if self.dtype not in DTYPES:
             return False
-        rows = (dim * self.dtype.itemsize for dim in (self.k_dim, self.v_dim))
+        size = self.dtype.itemsize
+        if any(dim * size % CHUNK for dim in (self.k_dim, self.v_dim)):
+            return False
+        columns = max(self.k_columns, self.v_columns, self.kept_k_columns)
         parameters = sum(size for _, size in self.sections())
-        return parameters <= STATIC_SHARED and not any(row % CHUNK for row in rows)
+        return parameters <= STATIC_SHARED and (self.floats or columns * size <= GROUP_BYTES)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -54,6 +54,7 @@ _HELP = {
     "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
+    "residual_tokens": ("N", "last tokens that are not encoded: their pages stay hot"),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; by default where it can be done"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
     "compile": ("", "run the model's layers through torch.compile in replayed steps"),

@@ -37,8 +37,12 @@ class Writer:
         v: torch.Tensor,
         past: int,
         offset: int,
+        spare: int = 0,
     ) -> None:
-        """Write tokens to tails and homes on the device, and pages without a home downwards."""
+        """Write tokens to tails and homes on the device, and pages without a home downwards.
+
+        spare: hot frames to leave free.
+        """
         tokens, batch, new = self.tiers.geometry.page_tokens, k.shape[0], k.shape[2]
         arena = self.tiers.hot.arenas[layer]
         sealed, rest = divmod(offset + new, tokens)
@@ -50,7 +54,7 @@ class Writer:
                 for row in range(batch):
                     arena.write_tokens(int(tails[row]) * tokens + offset, k[row], v[row])
             return
-        homes = min(sealed, self.tiers.hot.homes_free(layer) // batch)
+        homes = min(sealed, max(self.tiers.hot.homes_free(layer) - spare, 0) // batch)
         if homes < sealed:  # first what can fail: until then nothing of the sequences changes
             self._seal_down(sequences, layer, k, v, past, offset, homes, sealed)
         chain = tails[:, None]

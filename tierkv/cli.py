@@ -149,7 +149,7 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
     for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",
-                 "sink_tokens", "recent_tokens", "dense_layers"):  # fmt: skip
+                 "sink_tokens", "recent_tokens", "dense_layers", "residual_tokens"):  # fmt: skip
         metavar, text = _HELP[name]
         kind = int if metavar == "N" else str
         add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

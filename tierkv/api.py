@@ -250,10 +250,10 @@ class TieredModel:
             if layout is not None:
                 input_ids, mask = layout.ids, layout.mask
             self._prefill_prompt(input_ids, mask, tier_cache, kwargs, on_prefill)
-            rows = len(input_ids) * copies_of(self.hf_model, kwargs)
-            graph, asked = None, self.config.cuda_graph or self.config.attention == "selective"
-            if rows == 1 and bool(mask.all()):
-                graph = decode_graph(self.hf_model, tier_cache, self.config, input_ids.shape[1])
+            seen = mask.repeat_interleave(copies_of(self.hf_model, kwargs), 0)
+            asked = bool(self.config.cuda_graph) or self.config.attention == "selective"
+            tokens = input_ids.shape[1]
+            graph = decode_graph(self.hf_model, tier_cache, self.config, tokens, seen)
             replays = nullcontext() if graph is None else replayed(self.hf_model, graph, asked)
             with only_new_tokens(self.hf_model, tier_cache), replays:
                 output = self.hf_model.generate(

@@ -89,8 +89,8 @@ class Config:
         residual_tokens: last tokens of each sequence that stay as they were computed where pages
             are encoded: their pages stay hot, which takes as many frames of every exact layer. In
             layers that select, `recent_tokens` stay so.
-        cuda_graph: whether `generate` replays decode steps as a CUDA graph: one sequence on a GPU,
-            no page read from disk. None: where it can; True also warns where it cannot.
+        cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can;
+            True also warns where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
             that pages are copied before they are asked for; 0 for none. On an H200 scoring
             twice cost what it saved; slower links were not measured.

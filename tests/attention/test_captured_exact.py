@@ -17,6 +17,7 @@ from tests.paging_helpers import budgets
 from tierkv import api
 from tierkv.attention import captured_exact
 from tierkv.hf.attach import cache_argument
+from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import codec, decode, gather, merge
@@ -151,3 +152,47 @@ def test_what_a_replay_cannot_return_is_not_replayed(tmp_path: Path, monkeypatch
         )  # fmt: skip
     assert len(got.hidden_states) == 3
     assert graph.replays == 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: Any) -> None:
+    """Memory made in inference mode could not be written outside of it."""
+    ids = torch.randint(3, 199, (1, 100), generator=torch.Generator().manual_seed(1))
+    given = budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=1)
+    want = model("llama").generate(ids, max_new_tokens=40, do_sample=False)
+    with tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        argument = {cache_argument(model("llama")): tier_cache}
+        with torch.inference_mode():
+            graph = DecodeGraph(model("llama"), tier_cache, 400, proves=True)
+            monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+            first = wrapped.generate(ids, max_new_tokens=20, do_sample=False, **argument)
+        got = wrapped.generate(first.clone(), max_new_tokens=20, do_sample=False, **argument)
+        assert graph.replays == 40
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"num_return_sequences": 2}])
+@pytest.mark.usefixtures("emulated")
+def test_steps_of_a_padded_batch(how: dict[str, Any], monkeypatch: Any) -> None:
+    """Rows of different length, beams that swap places, samples that share a prompt's pages."""
+    ids = torch.randint(3, 199, (2, 90), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    given: dict[str, Any] = {"max_new_tokens": 20, "attention_mask": mask, "pad_token_id": 0, **how}
+    given["do_sample"] = "num_return_sequences" in how
+    torch.manual_seed(0)
+    want = model("llama").generate(ids, **given)
+    graphs = []
+
+    def made(hf_model: Any, tier_cache: Any, config: Any, tokens: int, seen: Any) -> DecodeGraph:
+        hidden = padding_of(seen.bool())[1]
+        graphs.append(DecodeGraph(hf_model, tier_cache, 400, padding=hidden, proves=True))
+        return graphs[0]
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        torch.manual_seed(0)
+        got = wrapped.generate(ids, **given)
+    assert got.tolist() == want.tolist()
+    assert graphs[0].replays >= 19

@@ -18,19 +18,27 @@ from tierkv.paging.sequences import Sequences
 
 
 class CapturedLookups:
-    """Fixed memory of captured steps of one sequence.
+    """Fixed memory of captured steps of sequences that run together.
 
     Args:
+        padding: ``[batch]`` int32, tokens hidden before each sequence; None for none.
         max_pages: pages that the context may grow to, the tail included.
     """
 
-    def __init__(self, manager: PageManager, sequences: Sequences, max_pages: int):
+    def __init__(
+        self,
+        manager: PageManager,
+        sequences: Sequences,
+        max_pages: int,
+        padding: torch.Tensor | None = None,
+    ):
         device, layers = manager.device, manager.geometry.layers
         self.manager, self.sequences = manager, sequences
         spec = manager.selective.spec if manager.selective is not None else None
         self.exact_layers = layers if spec is None else min(spec.dense_layers, layers)
-        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages)
-        self.slots = torch.zeros((layers, 1), dtype=torch.int64, device=device)
+        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages, padding)
+        shape = layers, max(sequences.batch, 1)
+        self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
         self._reader: selective_gpu.Reader | None = None
 
     def obstacle(self) -> str:
@@ -53,7 +61,7 @@ class CapturedLookups:
         """Set what a step for the next token reads from device memory."""
         sequences, page_tokens = self.sequences, self.manager.geometry.page_tokens
         past, offset = divmod(sequences.lengths[0], page_tokens)
-        slots = sequences.tails[:, :1] * page_tokens + offset
+        slots = sequences.tails * page_tokens + offset
         self.slots.copy_(torch.from_numpy(slots), non_blocking=True)
         self.exact.begin(past, offset + 1)
         if self._reader is not None:
@@ -75,10 +83,10 @@ class CapturedLookups:
             state.step.add_(1)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the new token of a layer to its tail. k, v: ``[1, kv_heads, 1, dim]``."""
+        """Write new tokens of a layer to their tails. k, v: ``[batch, kv_heads, 1, dim]``."""
         arena = self.manager.hot.arenas[layer]
-        arena.k.index_copy_(1, self.slots[layer], k[0])
-        arena.v.index_copy_(1, self.slots[layer], v[0])
+        arena.k.index_copy_(1, self.slots[layer], k[:, :, 0].transpose(0, 1))
+        arena.v.index_copy_(1, self.slots[layer], v[:, :, 0].transpose(0, 1))
 
     def announce(self, layer: int, query: Callable[[], torch.Tensor], scale: float) -> None:
         """Choose and fetch for an upcoming layer beside what the caller's stream does meanwhile.
@@ -100,7 +108,7 @@ class CapturedLookups:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend in one layer. query: ``[1, heads, 1, dim]``; returns ``[1, 1, heads, v_dim]``."""
+        """Attend in one layer: ``[batch, heads, 1, dim]`` to ``[batch, 1, heads, v_dim]``."""
         if layer >= self.exact_layers:
             self.manager.transfer.join(layer)
             return self._reader_of(query).attend(

@@ -33,17 +33,27 @@ MAX_LATER_PAGES = 128
 
 
 class CapturedExact:
-    """Fixed memory of the exact layers of one sequence.
+    """Fixed memory of the exact layers of sequences that run together.
+
+    Of several sequences, or of one with padding, all pages have to be hot.
 
     Attributes:
         outgrown: more is streamed than the captured step reads; `renew` before capturing it anew.
 
     Args:
         layers: how many layers, from the first on, are exact.
+        padding: ``[batch]`` int32, tokens hidden before each sequence; None for none.
         max_pages: pages that the context may grow to, the tail included.
     """
 
-    def __init__(self, manager: PageManager, sequences: Sequences, layers: int, max_pages: int):
+    def __init__(
+        self,
+        manager: PageManager,
+        sequences: Sequences,
+        layers: int,
+        max_pages: int,
+        padding: torch.Tensor | None = None,
+    ):
         self.manager, self.sequences, self.layers = manager, sequences, layers
         device, heads = manager.device, manager.geometry.kv_heads
         later = min(MAX_LATER_PAGES, manager.placement.staging_pages)
@@ -51,8 +61,9 @@ class CapturedExact:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.tables = zeros(layers, 1, max_pages)
-        self.tokens, self.later_tokens = zeros(2, layers, 1)
+        self.padding, batch = padding, max(sequences.batch, 1)
+        self.tables = zeros(layers, batch, max_pages)
+        self.tokens, self.later_tokens = zeros(2, layers, batch)
         self.addresses = zeros(layers, later, dtype=torch.int64)
         order = torch.arange(later, dtype=torch.int32, device=device).repeat(heads, 1)
         counts = zeros(layers, heads)
@@ -62,7 +73,7 @@ class CapturedExact:
         self._captured: list[Blocks] = [np.zeros(0, dtype=np.int64)] * layers
         self._block_pages: list[list[int]] = [[]] * layers
         self._resident = np.zeros((layers, 1), dtype=np.int32)
-        self._streams = False
+        self._streams, self._streamed = False, 0
         self._copies: StagedCopies | None = None
         self._partials: Partials | None = None
         self._query: torch.Tensor | None = None
@@ -74,10 +85,12 @@ class CapturedExact:
 
     def obstacle(self, past: int) -> str:
         """Say why the next step cannot be captured or replayed; empty if it can."""
-        for layer in range(self.layers):
+        for layer in range(0 if self._known(past) else self.layers):
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is self._plans.get(layer) or not len(plan.streamed):
                 continue
+            if len(self.tables[layer]) > 1 or self.padding is not None:
+                return f"{len(plan.streamed)} pages of layer {layer} are streamed, to a batch"
             if (self._homes(layer, plan.streamed) < 0).any():
                 return f"layer {layer} is exact and has pages on disk, which take the host to read"
             try:
@@ -91,15 +104,16 @@ class CapturedExact:
         page_tokens, changed = self.manager.geometry.page_tokens, False
         self.manager.lookahead.cancel()  # its staging buffers are the replay's now
         self.manager.transfer.settle()
-        for layer in range(self.layers):
+        for layer in range(0 if self._known(past) else self.layers):
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is not self._plans.get(layer):
                 self._plans[layer] = plan
                 self._set_pages(layer, plan)
                 changed = True
         tokens = self._resident * page_tokens + tail_tokens
-        self.tokens.copy_(torch.from_numpy(tokens))
+        self.tokens.copy_(torch.from_numpy(tokens).expand_as(self.tokens))
         if changed:
+            self._streamed = sum(len(plan.streamed) for plan in self._plans.values())
             room = self.addresses.shape[1] if self._streams else 0
             later = [self._later(layer) for layer in range(self.layers)]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
@@ -136,10 +150,9 @@ class CapturedExact:
     def count(self) -> None:
         """Count the lookups of a step that was replayed."""
         stats = self.manager.stats
-        streamed = sum(len(plan.streamed) for plan in self._plans.values())
-        stats.hits_hot += int(self._resident.sum())
-        stats.hits_warm += streamed
-        stats.warm_to_hot_bytes += streamed * self.manager.tiers.format.page_bytes
+        stats.hits_hot += int(self._resident.sum()) * self.tables.shape[1]
+        stats.hits_warm += self._streamed
+        stats.warm_to_hot_bytes += self._streamed * self.manager.tiers.format.page_bytes
 
     def attend(
         self,
@@ -150,17 +163,19 @@ class CapturedExact:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend in one layer. query: ``[1, heads, 1, dim]``; returns ``[1, 1, heads, v_dim]``."""
-        heads, geometry = query.shape[1], self.manager.geometry
+        """Attend in one layer: ``[batch, heads, 1, dim]`` to ``[batch, 1, heads, v_dim]``."""
+        (batch, heads), geometry = query.shape[:2], self.manager.geometry
         if self._query is None:
             self._query = torch.empty_like(query[:, :, 0], memory_format=torch.contiguous_format)
         if self._partials is None:
-            self._partials = Partials.allocate(self._slots, 1, heads, geometry.v_dim, query.device)
+            self._partials = Partials.allocate(
+                self._slots, batch, heads, geometry.v_dim, query.device
+            )
         self._query.copy_(query[:, :, 0])
         settings: dict[str, Any] = {"scale": scale, "softcap": softcap}
         slot = self._read(
             self.manager.hot.arenas[layer], 0, tokens=self.tokens[layer],
-            table=self.tables[layer], max_splits=MAX_SPLITS, **settings,
+            table=self.tables[layer], max_splits=MAX_SPLITS, first_visible=self.padding, **settings,
         )  # fmt: skip
         settings["max_splits"] = STREAMED_SPLITS
         if self._streams:
@@ -169,7 +184,7 @@ class CapturedExact:
         for pages in self._block_pages[layer]:
             tokens = pages * geometry.page_tokens
             slot = self._read(self._copies.next(), slot, tokens=tokens, **settings)
-        out = query.new_empty((1, heads, geometry.v_dim))
+        out = query.new_empty((batch, heads, geometry.v_dim))
         merge(self._partials, slot, out, sinks=None if sinks is None else sinks.float())
         return out.unsqueeze(1)
 
@@ -189,9 +204,11 @@ class CapturedExact:
 
     def _set_pages(self, layer: int, plan: Plan) -> None:
         """Say which pages a layer reads in place, and which are fetched beyond the copies."""
-        frames = np.append(plan.frames[0], self.sequences.tails[layer, 0]).astype(np.int32)
-        self.tables[layer, 0, : len(frames)] = torch.from_numpy(frames).to(self.tables.device)
-        self._resident[layer] = len(frames) - 1
+        tails = self.sequences.tails[layer][:, None]
+        frames = np.concatenate([plan.frames, tails], axis=1, dtype=np.int32)
+        table = torch.from_numpy(frames).to(self.tables.device)
+        self.tables[layer, :, : frames.shape[1]] = table
+        self._resident[layer] = frames.shape[1] - 1
         later = self._later(layer)
         if later is None or len(later) > self.addresses.shape[1]:
             return  # the step will be captured anew
@@ -206,6 +223,16 @@ class CapturedExact:
         streamed, captured = self._plans[layer].streamed, self._captured[layer]
         held = self.sequences.blocks[0, streamed[: len(captured)]]
         return streamed[len(captured) :] if np.array_equal(held, captured) else None
+
+    def _known(self, past: int) -> bool:
+        """Whether all layers look up what they did before; their plans are remade together."""
+        plan = self._plans.get(0)
+        return (
+            plan is not None
+            and plan is self.sequences.plans.get(0)
+            and plan.past == past
+            and plan.placement_epoch == self.manager.placement_epoch
+        )
 
     def _homes(self, layer: int, positions: Blocks) -> Frames:
         """Return the warm home of each page, -1 for what has none."""

@@ -68,7 +68,7 @@ def tier_attention(
                     f"cannot be applied by page; pass a 2D padding mask"
                 )
             if first is None:
-                first, padding = _padding(mask[:, 0, 0])
+                first, padding = padding_of(mask[:, 0, 0])
         if selective.applies(handle.lookup):
             if mask is not None:
                 raise UnsupportedModelError(
@@ -141,7 +141,7 @@ def tier_mask(
             f"attention_mask covers {attention_mask.shape[1]} tokens, but past and new tokens "
             f"together are {keys + offset}; pass a mask over all of them"
         )
-    first, padding = _padding(visible)
+    first, padding = padding_of(visible)
     if not first:
         return None
     mask = visible[:, None, None, :]
@@ -149,7 +149,7 @@ def tier_mask(
     return mask
 
 
-def _padding(visible: torch.Tensor) -> tuple[int, torch.Tensor | None]:
+def padding_of(visible: torch.Tensor) -> tuple[int, torch.Tensor | None]:
     """Describe a mask ``[batch, keys]``, True where a token is no padding.
 
     Returns the position from which on it is True everywhere, and ``[batch]`` int32 with the

@@ -72,8 +72,8 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iter
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids")
-        if args or ids is None or ids.shape != (1, 1) or kwargs.get(name) is not graph.tier_cache:
+        ids, own = kwargs.get("input_ids"), kwargs.get(name) is graph.tier_cache
+        if args or ids is None or ids.shape != graph.ids.shape or not own:
             return forward(*args, **kwargs)
         others = (kwargs[key] for key in kwargs.keys() - {name, *REPLAYED})
         if any(value is not None and value is not False for value in others):

@@ -15,6 +15,7 @@ from tierkv.attention.captured import CapturedLookups
 from tierkv.config import Config
 from tierkv.errors import CaptureError
 from tierkv.hf.attach import cache_argument
+from tierkv.hf.attention import padding_of
 from tierkv.hf.cache import TierCache
 from tierkv.hf.geometry import stores_latents
 from tierkv.hf.step import running
@@ -32,7 +33,7 @@ MIN_ROOM = 4096
 
 
 class DecodeGraph:
-    """Decode steps of one sequence on one GPU.
+    """Decode steps of sequences that run together on one GPU.
 
     Attributes:
         replays: steps replayed so far.
@@ -45,6 +46,7 @@ class DecodeGraph:
         max_tokens: length up to which the captured step can be replayed.
         look_ahead: layers ahead for which lookups are foreseen, where layers select; 0 for none.
         compiled: run the model's own layers through `torch.compile`, which takes a while once.
+        padding: ``[batch]`` int32, tokens hidden before each sequence; None for none.
         proves: run the first step also through the model itself and compare the logits. A model
             whose step needs more than tokens and positions differs, and is not replayed.
     """
@@ -57,9 +59,10 @@ class DecodeGraph:
         *,
         look_ahead: int = 0,
         compiled: bool = False,
+        padding: torch.Tensor | None = None,
         proves: bool = False,
     ):
-        self.hf_model, self.tier_cache = hf_model, tier_cache
+        self.hf_model, self.tier_cache, self.padding = hf_model, tier_cache, padding
         self._forward = hf_model.forward  # before anyone wraps it
         self._compiled = torch.compile(self._forward, fullgraph=True) if compiled else None
         self.replays = 0
@@ -69,12 +72,22 @@ class DecodeGraph:
             first = manager.selective.spec.dense_layers
             self.upcoming = Upcoming.of(hf_model, look_ahead, first)
         pages = -(-max_tokens // manager.geometry.page_tokens) + 2
-        self.lookups = CapturedLookups(manager, tier_cache.sequences, pages)
-        self.ids, self.position = torch.zeros((2, 1, 1), dtype=torch.long, device=manager.device)
+        with torch.inference_mode(False):
+            self.lookups = CapturedLookups(manager, tier_cache.sequences, pages, padding)
+            rows = max(tier_cache.sequences.batch, 1)
+            self.ids, self.position = torch.zeros(
+                (2, rows, 1), dtype=torch.long, device=manager.device
+            )
         self._graph: Any = None
         self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
         self.output: Any = None
+
+    def serves(self, rows: int, padding: torch.Tensor | None) -> bool:
+        """Whether steps are of so many sequences, so padded."""
+        if padding is None or self.padding is None:
+            return len(self.ids) == rows and padding is self.padding
+        return len(self.ids) == rows and torch.equal(padding, self.padding)
 
     def obstacle(self) -> str:
         """Say why the next step cannot be a replay; empty if it can."""
@@ -82,11 +95,12 @@ class DecodeGraph:
             return "the model has layers with sliding windows or recurrent state"
         return self._failed or self.lookups.obstacle()
 
+    @torch.inference_mode(False)  # what is kept from step to step may be written in any mode
     @torch.no_grad()
     def step(self, token: torch.Tensor) -> torch.Tensor:
-        """Append one token and return its logits, ``[1, 1, vocab]``, valid until the next step.
+        """Append tokens and return their logits, ``[batch, 1, vocab]``, valid until the next step.
 
-        token: ``[1, 1]`` on the device. The caller has asked `obstacle`.
+        token: ``[batch, 1]`` on the device. The caller has asked `obstacle`.
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
@@ -97,6 +111,8 @@ class DecodeGraph:
         manager.begin_token(sequences)
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
+        if self.padding is not None:
+            self.position.sub_(self.padding[:, None])
         self.lookups.begin()
         exact = self.lookups.exact
         if self._graph is None or exact.outgrown:
@@ -122,8 +138,12 @@ class DecodeGraph:
         """Append a token through the model itself, and compare what the replay made of it."""
         assert self._logits is not None
         replayed, self._proves = self._logits.float(), False
-        argument = {cache_argument(self.hf_model): self.tier_cache}
-        own = self._forward(input_ids=token, use_cache=True, return_dict=True, **argument).logits
+        more: dict[str, Any] = {cache_argument(self.hf_model): self.tier_cache}
+        if self.padding is not None:
+            columns = torch.arange(self.tier_cache.get_seq_length() + 1, device=token.device)
+            more["attention_mask"] = (columns >= self.padding[:, None]).long()
+            more["position_ids"] = self.position
+        own = self._forward(input_ids=token, use_cache=True, return_dict=True, **more).logits
         logits: torch.Tensor = own
         error = float((replayed - logits.float()).norm() / logits.float().norm())
         if not error <= MAX_DIFFERENCE:
@@ -162,11 +182,17 @@ class DecodeGraph:
 
 
 def decode_graph(
-    hf_model: Any, tier_cache: TierCache, config: Config, tokens: int
+    hf_model: Any,
+    tier_cache: TierCache,
+    config: Config,
+    tokens: int,
+    mask: torch.Tensor | None = None,
 ) -> DecodeGraph | None:
     """Return the decode step of a cache as a CUDA graph, unless it is unwanted or cannot be one.
 
-    The cache holds one sequence without padding, of `tokens` tokens, and keeps the graph.
+    The cache holds sequences of `tokens` tokens, or one less, and keeps the graph.
+
+    mask: ``[batch, tokens]``, False where a token is padding; None for one sequence without any.
     """
     manager = tier_cache.manager
     if config.cuda_graph is False or manager is None or manager.device.type != "cuda":
@@ -181,11 +207,22 @@ def decode_graph(
         or not decode.supports(manager.geometry, heads, device)
     ):
         return None
-    if tier_cache.graph is None:
+    padding = None
+    if mask is not None:
+        hidden, padding = padding_of(mask.to(manager.device).bool())
+        if hidden and padding is None:
+            return None
+        padding = padding if hidden else None
+    rows = 1 if mask is None else len(mask)
+    if rows != max(tier_cache.sequences.batch, 1):
+        return None
+    if (rows > 1 or padding is not None) and manager.selective is not None:
+        return None
+    if tier_cache.graph is None or not tier_cache.graph.serves(rows, padding):
         most = max(config.max_context or text.max_position_embeddings, tokens + MIN_ROOM)
         tier_cache.graph = DecodeGraph(
             hf_model, tier_cache, most, look_ahead=config.look_ahead, compiled=config.compile,
-            proves=config.cuda_graph is None,
+            padding=padding, proves=config.cuda_graph is None,
         )  # fmt: skip
     graph: DecodeGraph = tier_cache.graph
     return graph

@@ -151,7 +151,7 @@ def _(
     scale: float,
     softcap: float,
 ) -> torch.Tensor:
-    return query.new_empty((1, 1, query.shape[1], value.shape[3]))
+    return query.new_empty((query.shape[0], 1, query.shape[1], value.shape[3]))
 
 
 @torch.library.custom_op("tierkv::announce", mutates_args=("residual",))

@@ -150,7 +150,7 @@ class PageManager:
         sequences.lengths[layer] = length + new
 
     def begin_token(self, sequences: Sequences) -> None:
-        """Make room for one token of one open sequence, which a captured step will write.
+        """Make room for one token of each open sequence, which a captured step will write.
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing changed.
@@ -161,10 +161,10 @@ class PageManager:
         if self.selective is not None:
             self._own(self.selective, sequences, sequences.batch, length + 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
-            sequences.extend(self.new_blocks(1).reshape(1, 1))
+            sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
-        """Count the token that a captured step has written; seal the page it fills."""
+        """Count the tokens that a captured step has written; seal the pages they fill."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
         past, rest = divmod(sequences.lengths[0], self.geometry.page_tokens)
         if rest == 0:
@@ -239,7 +239,8 @@ class PageManager:
             pages = []
             for layer, length in enumerate(sequences.lengths):
                 sealed = (length + new) // tokens - length // tokens
-                pages.append((sealed - min(sealed, self.hot.homes_free(layer) // batch)) * batch)
+                kept = min(sealed, self.hot.homes_free(layer) // batch) if sealed else 0
+                pages.append((sealed - kept) * batch)
             return pages
 
         make_room(self, down)

@@ -75,7 +75,7 @@ class Writer:
         sequences.sealed(layer)
 
     def seal_tails(self, sequences: Sequences) -> None:
-        """Seal the full tails of one sequence, whose tokens a captured step has written."""
+        """Seal the full tails of sequences whose tokens a captured step has written."""
         together = self._seal_selecting(sequences)
         for layer in range(self.tiers.geometry.layers):
             if layer not in together:
@@ -103,23 +103,23 @@ class Writer:
         return layers
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
-        tiers, tail = self.tiers, sequences.tails[layer, :1].copy()
+        tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch
         position = sequences.lengths[layer] // tiers.geometry.page_tokens - 1
-        if tiers.hot.homes_free(layer):
-            block = sequences.blocks[0, position]
-            fresh = tiers.hot.take(layer, TAIL, 1)
-            tiers.hot.owner[layer, tail] = block
-            tiers.directory.hot[block, layer] = tail[0]
+        blocks = sequences.blocks[:, position]
+        if tiers.hot.homes_free(layer) >= batch:
+            fresh = tiers.hot.take(layer, TAIL, batch)
+            tiers.hot.owner[layer, tails] = blocks
+            tiers.directory.hot[blocks, layer] = tails
             sequences.tails[layer] = fresh
         else:
-            k, v = tiers.hot.arenas[layer].pages(tail)
             try:
-                self._send(layer, sequences, 0, position, k, v)
+                for row in range(batch):
+                    k, v = tiers.hot.arenas[layer].pages(tails[row : row + 1])
+                    self._send(layer, sequences, row, position, k, v)
             except BaseException:
-                blocks = sequences.blocks[0, position : position + 1]
                 self._outflow.take_back(layer, blocks)
                 raise
-        tiers.stats.pages_sealed += 1
+        tiers.stats.pages_sealed += batch
         sequences.sealed(layer)
 
     def _write_one(

@@ -14,8 +14,8 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int MOST_LOADS = 5;  // units that a thread has under way
 // Blocks of a processor: as many as registers allow without spilling.
-constexpr int DECODING_BLOCKS = BITS == 4 && !KEPT && DTYPE == DTYPE_BF16 ? 6 : 4;
-constexpr int ENCODING_BLOCKS = KEPT || DTYPE == DTYPE_F16 ? 2 : 3;
+constexpr int DECODING_BLOCKS = 4;
+constexpr int ENCODING_BLOCKS = BITS == 4 || DTYPE == DTYPE_F16 ? 2 : 3;
 
 template <bool FLOAT, int DIM, int ROWS, int COLUMNS>
 struct Choose {
@@ -86,8 +86,6 @@ constexpr int LOADS = least(MOST_LOADS, divide_up(HeadPage::UNITS, THREADS));
 
 // The whole block decodes one head-page. `parameters` is shared memory for those of all parts.
 DEVICE void decode_head_page(const uint4* from, uint4* parameters, uint4* k, uint4* v) {
-    for (int i = threadIdx.x; i < HeadPage::PARAMETERS; i += THREADS)
-        parameters[i] = load_streaming(from + parameter_chunk(HeadPage{}, i));
     for (int begin = 0; begin < HeadPage::UNITS; begin += THREADS * LOADS) {
         unsigned held[LOADS][CODE_WORDS];
 #pragma unroll
@@ -102,7 +100,11 @@ DEVICE void decode_head_page(const uint4* from, uint4* parameters, uint4* k, uin
                     for (int w = 0; w < P::CODE_WORDS; ++w) held[i][w] = words[w];
                 }
             });
-        if (begin == 0) __syncthreads();
+        if (begin == 0) {  // after the codes are under way: storing them waits
+            for (int i = threadIdx.x; i < HeadPage::PARAMETERS; i += THREADS)
+                parameters[i] = load_streaming(from + parameter_chunk(HeadPage{}, i));
+            __syncthreads();
+        }
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
             visit_unit(HeadPage{}, begin + i * THREADS + threadIdx.x, [&](auto part, int unit) {

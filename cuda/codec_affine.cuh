@@ -166,8 +166,11 @@ DEVICE void encode_by_token(const uint4* from, long long token, uint4* out, cons
 // their codes are 0.
 template <typename S, typename Rows>
 DEVICE void encode_by_channel(const uint4* from, long long token, uint4* out, const Rows& rows) {
-    constexpr int WIDE = 8, DOWN = 32 / WIDE, DEEP = S::ROWS / DOWN;
-    static_assert(S::ROWS % DOWN == 0 && DEEP <= MOST_UNITS, "a group fits the registers");
+    // Lanes beside each other: as few as make 64 bytes of codes, which the link takes at once, if
+    // registers allow.
+    constexpr int WIDE = S::WIDTH == 8 || KEPT > 8 || S::ROW_UNITS % 16 ? 8 : 16;
+    constexpr int DOWN = 32 / WIDE, DEEP = S::ROWS / DOWN;
+    static_assert(S::ROWS % DOWN == 0 && DEEP <= 16, "a group fits the registers of a warp");
     const int x = threadIdx.x % WIDE, y = threadIdx.x % 32 / WIDE;
     unsigned char* const codes = reinterpret_cast<unsigned char*>(out);
     for (int first = 0; first < S::TOKENS; first += S::ROWS) {

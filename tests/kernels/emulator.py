@@ -400,7 +400,7 @@ class EmulatedKernel(Kernel):
 
 
 def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Stand in for `tierkv.kernels.build.shared_memory`."""
+    """Stand in for the function of that name."""
     return BLOCK_LIMIT, PROCESSOR_LIMIT
 
 
@@ -414,9 +414,9 @@ def compile_library(stem: str, name: str, defines: tuple[tuple[str, int], ...]) 
             if file.suffix in (".cu", ".cuh") and file.name != "ptx.cuh":
                 shutil.copy(file, folder)
         (folder / "ptx.cuh").write_text(PTX)
+        shutil.copy(Path(__file__).with_name("host.cuh"), folder)
         main = f'#include "{stem}.cu"\n#define KERNEL {name}\n{LAUNCHER}'
-        main = main.replace('extern "C" __global__', "__global__")
-        (folder / "main.cpp").write_text(main)
+        (folder / "main.cpp").write_text(main.replace('extern "C" __global__', "__global__"))
         source = (folder / f"{stem}.cu").read_text()
         (folder / f"{stem}.cu").write_text(source.replace('extern "C" __global__', "__global__"))
         library = folder / "kernel.so"

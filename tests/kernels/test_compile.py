@@ -94,7 +94,7 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
             sizes = (("K_DIM", k_dim), ("GROUP", group), ("PARTS", parts))
             found.append((stem, (("DTYPE", build.DTYPES[dtype]), *sizes)))
     found += [("weigh", (("GROUP", group),)) for group in GROUPS]
-    return [*found, ("gather", ()), ("select", (("THREADS", select.THREADS),))]
+    return [*found, ("fault", ()), ("gather", ()), ("select", (("THREADS", select.THREADS),))]
 
 
 @functools.cache

@@ -375,6 +375,8 @@ class PageManager:
                 self.prefix.clear()
         finally:
             self.lookahead.cancel()
+            if self.selective is not None and self.selective.faults is not None:
+                self.selective.faults.close()
             self.closed = True
             self.tiers.close()
 

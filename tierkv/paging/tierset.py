@@ -82,6 +82,7 @@ class TierSet:
                 place.warm_homes,
                 place.warm_inbound,
                 place.warm_outbound,
+                place.warm_guests,
                 pinned=cuda,
             )
             self.transfer = Transfer(

@@ -66,7 +66,7 @@ class Transfer:
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
-        self._io_threads = io_threads
+        self.io_threads = io_threads
         self._asides: dict[int, Any] = {}
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
@@ -328,17 +328,26 @@ class Transfer:
 
     # -- disk ------------------------------------------------------------------------------
 
-    def read_cold(self, keys: Sequence[bytes], frames: Frames) -> list[Future[None]]:
-        """Start reading pages from disk into warm frames, spread over the I/O threads."""
-        share = -(-len(keys) // self._io_threads)
+    def read_cold(
+        self, keys: Sequence[bytes], frames: Frames, *, settled: bool = False, share: int = 0
+    ) -> list[Future[None]]:
+        """Start reading pages from disk into warm frames, spread over the I/O threads.
+
+        settled: no copy to or from the frames is pending, so that no thread has to ask CUDA.
+        share: pages that one thread reads; equal shares by default.
+        """
+        share = share or max(-(-len(keys) // self.io_threads), 1)
         return [
-            self._io_pool.submit(self._read, keys[at : at + share], frames[at : at + share])
+            self._io_pool.submit(
+                self._read, keys[at : at + share], frames[at : at + share], settled
+            )
             for at in range(0, len(keys), share)
         ]
 
-    def _read(self, keys: Sequence[bytes], frames: Frames) -> None:
+    def _read(self, keys: Sequence[bytes], frames: Frames, settled: bool) -> None:
         assert self.cold is not None
-        self.wait_frames(frames)
+        if not settled:
+            self.wait_frames(frames)
         self.cold.read_into(keys, [self.warm.payload(frame) for frame in frames.tolist()])
 
     def spill(self, task: Callable[[], None]) -> Future[None]:

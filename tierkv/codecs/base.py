@@ -58,6 +58,16 @@ class Codec(Protocol):
         """
 
 
+REVISIONS = {"fp8": 2, "int4-importance": 2}
+"""Of codecs whose layout has changed since pages were first stored with them."""
+
+
+def identity(codec: Codec) -> str:
+    """Return what tells apart stored pages that another codec, or an earlier one, cannot read."""
+    revision = REVISIONS.get(codec.name)
+    return codec.name if revision is None else f"{codec.name}.{revision}"
+
+
 def encoded_bytes(codec: Codec, geometry: Geometry) -> int:
     """Bytes of one encoded page, without the padding of its frame."""
     return geometry.kv_heads * codec.head_bytes(geometry)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tierkv.codecs import RAW, Codec
+from tierkv.codecs.base import identity
 from tierkv.page import Geometry
 from tierkv.paging.directory import PageDirectory
 from tierkv.paging.keys import page_key
@@ -109,7 +110,7 @@ class TierSet:
     def stored_codec(self) -> str:
         """How pages are stored on disk, as far as another store could not read them."""
         packed = "+zstd" if isinstance(self.cold, PackedStore) else ""
-        return self.format.codec.name + packed
+        return identity(self.format.codec) + packed
 
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tierkv.codecs.base import identity
 from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
 from tierkv.page import SECTOR
 from tierkv.tiers.cold import ColdStore
@@ -285,7 +286,7 @@ def stored_codec(layout: FrameFormat, level: int | None, store: ColdStore, *, al
     """Return how `open_store` would store pages on disk, as far as another could not read them."""
     known = Packing.remembered(store)
     packed = _shrinks(layout, level) and (always or known is None or known.on)
-    return layout.codec.name + ("+zstd" if packed else "")
+    return identity(layout.codec) + ("+zstd" if packed else "")
 
 
 def _shrinks(layout: FrameFormat, level: int | None) -> bool:

@@ -31,11 +31,12 @@ from typing import Any
 import torch
 
 import tierkv
-from tierkv.bench import ceiling, memory
+from tierkv.bench import memory
 from tierkv.cli_bench import contexts
 from tierkv.config import DTYPES, Config
 from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
+from tierkv.tiers import disk_speed
 
 QUESTION_TOKENS = 16
 SHORT_TOKENS = 512
@@ -160,7 +161,7 @@ class Run:
         call = max(1, model.manager.placement.staging_pages // threads) * frame
         paths = sorted((Path(self.arguments.store) / "extents").glob(f"{frame}-*.kv"))
         self.raw.append(
-            ceiling.read_bandwidth(
+            disk_speed.read_bandwidth(
                 paths, self.kv_bytes, direct=direct, threads=threads, call_bytes=call
             )
         )
@@ -236,7 +237,7 @@ def drop_page_cache(store: Path) -> None:
     for path in (store / "extents").iterdir():
         fd = os.open(path, os.O_RDONLY)
         try:
-            ceiling.drop_cached(fd)
+            disk_speed.drop_cached(fd)
         finally:
             os.close(fd)
 

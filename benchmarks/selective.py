@@ -13,8 +13,16 @@ captured as a CUDA graph; the same with the model's layers compiled; both with l
 and what attention reads once from GPU memory, and moving the missed head-pages over the link, both
 at bandwidths measured first. The last line of stdout is one JSON object.
 
+With `--warm SHARE --store DIR` there are replayed rows only, first with three tiers: pinned memory
+for that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row
+then replays pages of its own, none of which was chosen before its warm-ups; take 64 of those
+(`--warmups`) and at most 64 steps, the recording's length. A line below says what is read from disk
+per token, ahead of need and waited for, and what share of the throughput without disk is left.
+
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
         --exact 128K --compile
+    python benchmarks/selective.py --shape qwen2.5-7b-1m:1M --compile --eager-steps 0 \
+        --warm 1/2 --store DIR --warmups 64 --steps 64
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +43,7 @@ import torch
 from tierkv import api
 from tierkv.attention import selective_gpu
 from tierkv.bench import ceiling, memory, workload
-from tierkv.bench.locality import Overruled, Player, Recording, replay
+from tierkv.bench.locality import Player, Recording, replay
 from tierkv.cli_bench import contexts
 from tierkv.config import Config
 from tierkv.hf import shapes
@@ -49,8 +58,6 @@ from tierkv.units import format_bytes
 STAGING_BYTES = 320 << 20
 """More than staging buffers take at most."""
 RECORDED = Path(__file__).parent / "data" / "locality.npz"
-WARMUPS = 8
-"""Steps before those that are timed."""
 ROOM_TOKENS = 4096
 """Tokens that the context may still grow by."""
 
@@ -69,8 +76,13 @@ def main() -> None:
         "--exact", default="1", metavar="TOKENS",
         help="also all on the GPU, ours and transformers', up to this context",
     )  # fmt: skip
+    parser.add_argument("--warmups", type=int, default=8, help="steps before those timed")
+    parser.add_argument("--warm", metavar="SHARE", help="also three tiers; such as 1/2")
+    parser.add_argument("--store", metavar="DIR", help="where the third tier lies")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
+    if bool(arguments.warm) != bool(arguments.store):
+        parser.error("--warm and --store go together")
     device = torch.device("cuda", torch.cuda.current_device())
     (exact,) = contexts(arguments.exact)
     limits = ceiling.measure(device, None)
@@ -93,10 +105,13 @@ def main() -> None:
         geometry = model_geometry(config, torch.bfloat16)
         assert geometry is not None
         run = Run(shape_name, model, geometry, limits, arguments, report)
-        run.exact(256, "bare")
+        if not arguments.warm:
+            run.exact(256, "bare")
         for tokens in contexts(lengths):
             floors = ", ".join(f"{name} {ms:.1f}" for name, ms in run.floors(tokens).items())
             print(f"{shape_name:>15} {tokens:>8} floors, ms: {floors}")
+            if arguments.warm:
+                run.selective(tokens, Fraction(arguments.warm))
             run.selective(tokens)
             if tokens <= exact:
                 run.exact(tokens)
@@ -120,8 +135,8 @@ class Run:
         tied = table is model.get_output_embeddings().weight
         self.weights = weights - (0 if tied else table.nbytes)
 
-    def selective(self, tokens: int) -> None:
-        """Decode with most of the KV in pinned memory."""
+    def selective(self, tokens: int, warm: Fraction | None = None) -> None:
+        """Decode with most of the KV in pinned memory, or a share of it and the rest on disk."""
         torch.cuda.reset_peak_memory_stats(self.device)
         g, a = self.geometry, self.arguments
         knobs = {
@@ -133,6 +148,11 @@ class Run:
         state_bytes = selecting * spec.state_bytes(g)
         dense = spec.dense_layers * pages * g.page_bytes
         cpu = (selecting * pages + 64) * g.frame_bytes
+        system = "selective" if warm is None else "three tiers"
+        if warm is not None:
+            below = selecting * (tokens // g.page_tokens) * g.frame_bytes
+            cpu = int(below * warm)
+            knobs |= {"store": a.store, "disk_budget": below + (4 << 30), "disk_floor": 1 << 30}
         with api.wrap(
             self.model, gpu_budget=state_bytes + dense + STAGING_BYTES, cpu_budget=cpu, **knobs
         ) as wrapped:
@@ -147,7 +167,7 @@ class Run:
                 "hot_bytes": frames + spec.dense_layers * tokens // g.page_tokens * g.page_bytes,
                 "summary_bytes": state_bytes - frames, "fill_seconds": filled,
             }  # fmt: skip
-            if a.eager_steps:
+            if a.eager_steps and warm is None:
                 eager = self.stepped(tier_cache)
                 self.decode("selective, eager", tokens, "random", eager, a.eager_steps, state, more)
             ways: dict[str, dict[str, Any]] = {"captured": {}}
@@ -155,23 +175,26 @@ class Run:
                 ways["ahead"] = {"look_ahead": a.look_ahead}
             for way in list(ways) if a.compile else ():
                 ways[f"{way}, compiled"] = ways[way] | {"compiled": True}
-            for kind, player in (("random", None), ("replayed", self.player(spec, tokens))):
-                query = torch.empty(
-                    (1, self.model.config.num_attention_heads, 1, g.k_dim),
-                    dtype=g.dtype, device=self.device,
-                )  # fmt: skip
-                state.reader = player and ReplayReader(wrapped.manager, state, query, player)
-                for way, options in ways.items():
+            query = torch.empty(
+                (1, self.model.config.num_attention_heads, 1, g.k_dim),
+                dtype=g.dtype, device=self.device,
+            )  # fmt: skip
+            for kind in ("replayed",) if a.warm else ("random", "replayed"):
+                for seed, (way, options) in enumerate(ways.items()):
+                    player = None
+                    if kind == "replayed":
+                        player = self.player(spec, tokens, seed)
+                    state.reader = player and ReplayReader(wrapped.manager, state, query, player)
                     graph = DecodeGraph(self.model, tier_cache, tokens + ROOM_TOKENS, **options)
-                    step, name = self.checked(graph), f"selective, {way}"
+                    step, name = self.checked(graph), f"{system}, {way}"
                     more["pinned_bytes"] = wrapped.manager.warm.taken_bytes
                     self.decode(name, tokens, kind, step, a.steps, state, more, player)
             state.reader = None
             del graph, step
             tier_cache.close()
 
-    def player(self, spec: Selective, tokens: int) -> Player:
-        """Return SmolLM2's choices at the sizes of this model."""
+    def player(self, spec: Selective, tokens: int, seed: int) -> Player:
+        """Return SmolLM2's choices at the sizes of this model, the pages placed by a seed."""
         made = replay(
             Recording.load(RECORDED),
             layers=self.geometry.layers - spec.dense_layers,
@@ -179,9 +202,10 @@ class Run:
             budget_pages=spec.budget_pages,
             first=spec.sink_pages,
             stop=tokens // self.geometry.page_tokens - spec.recent_pages,
-            steps=self.arguments.steps + WARMUPS,
+            steps=self.arguments.steps + self.arguments.warmups,
+            seed=seed,
         )
-        return Player(made, self.device)
+        return Player(made, self.device, nearly=bool(self.arguments.warm))
 
     def exact(self, tokens: int, name: str = "exact") -> None:
         """Decode with everything hot, captured."""
@@ -238,28 +262,33 @@ class Run:
     ) -> None:  # fmt: skip
         """Time steps and add a row."""
         generator = torch.Generator().manual_seed(3)
+        warmups = self.arguments.warmups
         feed = torch.randint(
-            1, self.model.config.vocab_size, (steps + WARMUPS, 1, 1), generator=generator
+            1, self.model.config.vocab_size, (steps + warmups, 1, 1), generator=generator
         ).to(self.device)
         seconds: list[float] = []
         before = after = (0,) * 8
+        disk_before: dict[str, float] = {}
         for index, token in enumerate(feed):
-            if index == WARMUPS:
-                before = _counts(state)
+            if index == warmups:
+                before, disk_before = _counts(state), _disk(state)
             if player is not None:
                 player.advance()
             start = time.perf_counter()
             call(token)[:, -1].argmax(-1).item()
-            if index >= WARMUPS:
+            if index >= warmups:
                 seconds.append(time.perf_counter() - start)
         g, bounds = self.geometry, {}
         read, shares = tokens * g.token_bytes, {"ready": None, "recall": None, "early": None}
         if state is not None:
             after = _counts(state)
-            hits, late, _, used, _, early, _, _ = (
+            hits, late, awaited, used, _, early, _, _ = (
                 b - a for a, b in zip(before, after, strict=True)
             )
+            late += awaited
             shares["ready"] = hits / max(hits + late, 1)
+            more = more | {key: (value - disk_before.get(key, 0)) / steps
+                           for key, value in _disk(state).items()}  # fmt: skip
             if early:
                 shares |= {"recall": used / (hits + late), "early": early / (early + late)}
             head_page, misses = g.page_bytes // g.kv_heads, early + late
@@ -284,9 +313,32 @@ class Run:
               f"{texts[0]:>7} {texts[1]:>7} {texts[2]:>7} {ceiling_ms:>8.2f} "
               f"{more['hot_bytes'] / row['kv_bytes']:>7.1%} "
               f"{format_bytes(more['summary_bytes']):>10}", flush=True)  # fmt: skip
+        if self.arguments.warm and kind == "replayed":
+            self.compare(row)
         if self.arguments.json:
             with open(self.arguments.json, "w", encoding="utf-8") as file:
                 json.dump(self.report, file, indent=1)
+
+    def compare(self, row: dict[str, Any]) -> None:
+        """Print what a row reads from disk, or how the same row with three tiers compares."""
+        if "questions" in row:
+            read = (row["pages_ahead"] + row["pages_awaited"]) * self.geometry.frame_bytes
+            print(f"{'':>24} mean {row['ms_mean']:.2f} ms; disk: {format_bytes(int(read))} a "
+                  f"token, {row['pages_ahead']:.1f} pages ahead, {row['pages_awaited']:.1f} "
+                  f"awaited in {row['questions']:.1f} questions and "
+                  f"{1e3 * row['seconds_awaited']:.2f} ms; filled in {row['fill_seconds']:.0f} s",
+                  flush=True)  # fmt: skip
+            return
+        name = row["system"].replace("selective", "three tiers")
+        other = next(
+            other for other in self.report["rows"]
+            if other["system"] == name and other["tokens"] == row["tokens"]
+            and other["shape"] == row["shape"]
+        )  # fmt: skip
+        other["of_two_tiers"] = {key: row[key] / other[key] for key in ("ms_mean", "ms_p50")}
+        print(f"{'':>24} mean {row['ms_mean']:.2f} ms; three tiers have "
+              f"{other['of_two_tiers']['ms_mean']:.1%} of this throughput, by medians "
+              f"{other['of_two_tiers']['ms_p50']:.1%}", flush=True)  # fmt: skip
 
     def floors(self, tokens: int) -> dict[str, float]:
         """Return the time of reading weights and all KV from GPU memory, by the KV's dtype."""
@@ -303,10 +355,14 @@ class ReplayReader(selective_gpu.Reader):
         super().__init__(manager, state, query)
         self.player = player
 
-    def _choosing(self, layer: int, query: Any, scores: Any, plan: Any, scale: float) -> Any:
-        choosing = super()._choosing(layer, query, scores, plan, scale)
-        pages = self.player.guessed if plan is self.foreseen_plan else self.player.chosen
-        overruled = Overruled(choosing.score, scores.mass, pages[self.state.index(layer)])
+    def _choosing(
+        self, layer: int, query: Any, scores: Any, plan: Any, scale: float, faults: bool = False
+    ) -> Any:
+        choosing = super()._choosing(layer, query, scores, plan, scale, faults)
+        overruled = self.player.overrule(
+            choosing.score, scores.mass, self.state.index(layer),
+            guessed=plan is self.foreseen_plan,
+        )  # fmt: skip
         return replace(choosing, score=overruled)
 
 
@@ -315,6 +371,13 @@ def _counts(state: SelectiveState | None) -> tuple[int, ...]:
     if state is None:
         return (0,) * 8
     return tuple(torch.cat([state.counters.sum(0), state.announced.sum(0)]).tolist())
+
+
+def _disk(state: SelectiveState | None) -> dict[str, float]:
+    """Return what waiting for pages on disk has counted so far."""
+    report = state.faults.report() if state is not None and state.faults is not None else {}
+    names = ("questions", "pages_awaited", "seconds_awaited", "pages_ahead", "pages_left")
+    return {name: report[name] for name in names if report}
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ DEVICE int take_in_order(int n, Cut cut, Scratch& scratch, Key key_of, Take take
     return static_cast<int>(total.count + min(total.mass, cut.ties));
 }
 
-constexpr int MISS = -1, MISSING = -2;  // instead of a frame
+constexpr int MISS = -1, MISSING = -2, AWAITED = -3;  // instead of a frame
 
 // The rules, per KV head; the rows of KV heads follow each other. The first `cached` keys are kept
 // in shared memory.
@@ -189,16 +189,16 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // -> selected [budget], ascending, -1 past chosen_count.
 //
 // Plan: a chosen page that has a frame (where[page] >= 0) is a hit and keeps it. Else, if
-// addresses[page] is 0, it is missing: it is reported and not attended to. Else it is a miss and
-// gets a slot of those that hold no chosen page: empty ones first, then those of the oldest stamp;
+// addresses[page] is 0, it is missing: it is reported and, unless `waits`, not attended to. Else, or
+// if `waits`, it is a miss and gets a slot of those that hold no chosen page: empty ones first, then those of the oldest stamp;
 // of equal ones those of lower index. The i-th miss gets the i-th such slot, both in ascending
 // order; the page that was there loses its frame. Slot s is frame first_frame + s, held[s] its
 // page or -1, stamp[s] the step (read from *step) at which that page was last chosen. Frames that
 // are no slots are the caller's: never evicted.
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
-//    misses; missing, missing_count; stats [4] += hits, misses, missing, and hits
-//    in slots stamped *step already.
+//    misses; missing, missing_count; stats [4] += hits, misses that are not missing, missing, and
+//    hits in slots stamped *step already.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
              int recent, int cached, int budget, unsigned long long share,
@@ -206,7 +206,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
              int first_frame, const int* step, int* selected, int* chosen_count, int* table,
              int table_pages, int table_offset, int page_tokens, int* count, int* tokens,
              int* fetch_pages, int* fetch_frames, int* fetch_count, int* missing,
-             int* missing_count, long long* stats) {
+             int* missing_count, long long* stats, int waits) {
     SHARED_MEMORY(shared);
     __shared__ Scratch scratch;
     __shared__ unsigned again;  // hits that were chosen in this step before
@@ -246,7 +246,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
         if (i >= chosen) continue;
         frames[i] = where[pages[i]];
         if (frames[i] < 0) {
-            frames[i] = addresses[pages[i]] ? MISS : MISSING;
+            frames[i] = addresses[pages[i]] ? MISS : waits ? AWAITED : MISSING;
         } else if (frames[i] >= first_frame && frames[i] < first_frame + slots) {
             slot_keys[frames[i] - first_frame] = 0;
             if (stamp[frames[i] - first_frame] == now) atomicAdd(&again, 1u);
@@ -257,10 +257,11 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
 
     const Cut all = {0, 0};
     const int missed = take_in_order(
-        chosen, all, scratch, [&](int i) { return frames[i] == MISS ? 1u : 0u; },
+        chosen, all, scratch,
+        [&](int i) { return frames[i] == MISS || frames[i] == AWAITED ? 1u : 0u; },
         [&](int rank, int i) { misses[rank] = i; });
     const int absent = take_in_order(
-        chosen, all, scratch, [&](int i) { return frames[i] == MISSING ? 1u : 0u; },
+        chosen, all, scratch, [&](int i) { return frames[i] <= MISSING ? 1u : 0u; },
         [&](int rank, int i) { missing[rank] = pages[i]; });
     if (missed > 0) {
         auto slot_key = [&](int slot) { return slot_keys[slot]; };
@@ -286,7 +287,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     fetch_count[head] = missed;
     missing_count[head] = absent;
     stats[4 * head] += present - missed;
-    stats[4 * head + 1] += missed;
+    stats[4 * head + 1] += missed - (waits ? absent : 0);
     stats[4 * head + 2] += absent;
     stats[4 * head + 3] += again;
 }

@@ -84,7 +84,11 @@ class Config:
         codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
-            in memory and packs them on disk, without loss.
+            in memory and packs them on disk, without loss, unless the disk is found faster than
+            that when the store is made; ``raw+zstd:1``, with a level of zstd, packs always.
+        residual_tokens: last tokens of each sequence that stay as they were computed where pages
+            are encoded: their pages stay hot, which takes as many frames of every exact layer. In
+            layers that select, `recent_tokens` stay so.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can;
             True also warns where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
@@ -119,6 +123,7 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     codec: str = "raw"
+    residual_tokens: int = 0
     salt: str = ""
     cuda_graph: bool | None = None
     look_ahead: int = 0
@@ -149,7 +154,7 @@ class Config:
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
         _check_int("token_budget", self.token_budget, self.page_tokens, 1 << 24)
-        for name in ("sink_tokens", "recent_tokens", "max_context"):
+        for name in ("sink_tokens", "recent_tokens", "residual_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         codecs = parse_codecs(self.codec)

@@ -30,6 +30,10 @@ class CaptureError(TierKVError):
     """A decode step cannot be captured as a CUDA graph; nothing was appended."""
 
 
+class PageFaultError(TierKVError):
+    """A captured step asked for pages on disk and nobody answered; nothing was appended."""
+
+
 class ClosedError(TierKVError):
     """The object was used after `close()`."""
 

@@ -20,7 +20,7 @@ from tierkv.attention import selective
 from tierkv.hf import upcoming
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
-from tierkv.kernels import decode, gather, merge, score, select
+from tierkv.kernels import decode, fault, gather, merge, score, select
 from tierkv.tiers.transfer import Transfer
 
 NEW = 3
@@ -30,7 +30,7 @@ NEW = 3
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if emulator.COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("the emulator needs g++ on Linux")
-    for module in (decode, gather, merge, score, select):
+    for module in (decode, fault, gather, merge, score, select):
         monkeypatch.setattr(module, "kernel", emulator.kernel)
     for module in (decode, select):
         monkeypatch.setattr(module, "shared_memory", emulator.shared_memory)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tierkv.bench.locality import Overruled, Player, Recording, replay
+from tierkv.bench.locality import Player, Recording, replay
 from tierkv.selection import choose
 from tierkv.selection.quality import reuse_misses
 
@@ -32,7 +32,9 @@ def recording() -> Recording:
                         now = [*now[1:], chance.choice(sorted(set(range(PAGES)) - set(now)))]
                     masks[step, layer, head, now] = True
         made.append(masks)
-    return Recording(made[0], made[1], "made up")
+    nearly = np.zeros_like(made[0])
+    nearly[1:] = made[0][:-1] & ~made[0][1:]
+    return Recording(made[0], made[1], nearly, "made up")
 
 
 def masks(pages: np.ndarray, count: int) -> torch.Tensor:
@@ -47,6 +49,7 @@ def test_a_file_holds_everything(tmp_path: Path) -> None:
     found = Recording.load(tmp_path / "sub" / "made.npz")
     np.testing.assert_array_equal(found.chosen, made.chosen)
     np.testing.assert_array_equal(found.guessed, made.guessed)
+    np.testing.assert_array_equal(found.nearly, made.nearly)
     assert (found.source, found.budget_pages) == ("made up", BUDGET)
 
 
@@ -56,7 +59,7 @@ def test_a_replay_has_the_locality_of_the_recording() -> None:
         made, layers=5, kv_heads=4, budget_pages=times * BUDGET, first=2, stop=500, steps=STEPS
     )
     sources = [0, 0, 1, 2, 2]  # five layers spread over three; round(0.5) is 0, round(1.5) is 2
-    for part, taken in zip(found, (made.chosen, made.guessed), strict=True):
+    for part, taken in zip(found[:2], (made.chosen, made.guessed), strict=True):
         assert part.shape == (STEPS, 5, 4, times * BUDGET)
         assert part.min() >= 2
         assert part.max() < 500
@@ -92,7 +95,7 @@ def test_longer_than_the_recording_it_turns_round() -> None:
 def test_a_player_decides_what_is_chosen() -> None:
     """Whatever the scores are, also those of pages at the ends."""
     made = replay(recording(), layers=2, kv_heads=2, budget_pages=BUDGET, first=3, stop=60, steps=4)
-    mass, player = torch.zeros(2, 64), Player(made, torch.device("cpu"))
+    mass, player = torch.zeros(2, 64), Player(made, torch.device("cpu"), nearly=True)
 
     class Random:
         def run(self) -> None:
@@ -100,13 +103,17 @@ def test_a_player_decides_what_is_chosen() -> None:
             mass[:, 0] = mass[:, 63] = 1.0
 
     candidates = (torch.arange(64) >= 3) & (torch.arange(64) < 60)
-    launches = [[Overruled(Random(), mass, part[layer]) for part in (player.chosen, player.guessed)]
+    launches = [[player.overrule(Random(), mass, layer, guessed=part) for part in (False, True)]
                 for layer in range(2)]  # fmt: skip
     for step in (0, 1, 2, 3, 0):
         player.advance()
         for layer in range(2):
-            for overruled, part in zip(launches[layer], made, strict=True):
+            for overruled, part in zip(launches[layer], made[:2], strict=True):
                 overruled.run()
+                if part is made.chosen:
+                    near = set(made.nearly[step, layer, 0].tolist()) - {2}
+                    assert near == set((mass[0] == 1).nonzero()[:, 0].tolist()) - {0, 2, 63}
+                    assert bool(near) == (step % 2 == 1)
                 found = choose(mass[None], BUDGET, candidates=candidates[None, None])
                 want = np.sort(part[step, layer], axis=-1)
                 np.testing.assert_array_equal(found.pages[0].numpy(), want)
@@ -122,7 +129,13 @@ def test_the_recorded_file() -> None:
     assert shared == pytest.approx(0.8174, abs=1e-4)
     right = (found.chosen & found.guessed)[:, 1:].sum() / found.chosen[:, 1:].sum()
     assert right == pytest.approx(0.9086, abs=1e-4)
-    assert FILE.stat().st_size < 300 << 10
+    first = (found.chosen.cumsum(0) == 1) & found.chosen
+    first[0] = False
+    assert (first & (found.nearly.cumsum(0) > 0)).sum() / first.sum() == pytest.approx(
+        0.9161, abs=1e-4
+    )
+    assert not (found.nearly & found.chosen).any()
+    assert FILE.stat().st_size < 400 << 10
 
 
 def test_sizes_that_cannot_be() -> None:

@@ -167,6 +167,12 @@ static uint4 load_streaming(const void* from) {
     REQUIRE(reinterpret_cast<size_t>(from) % 16 == 0);
     return *static_cast<const uint4*>(from);
 }
+template <int BYTES>
+static void load_streaming(unsigned (&words)[(BYTES + 3) / 4], const void* from) {
+    REQUIRE(reinterpret_cast<size_t>(from) % BYTES == 0);
+    words[0] = 0;
+    std::memcpy(words, from, BYTES);
+}
 static uint4 load_shared(const void* from) { return load_streaming(from); }
 
 static void perform(const Copy& copy) {
@@ -261,6 +267,32 @@ static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
     unpack<DATA_TYPE>(c, z[0], z[1]);
     return pack<DATA_TYPE>(x[0] * y[0] + z[0], x[1] * y[1] + z[1]);
 }
+
+template <int DATA_TYPE, bool LEAST>
+static unsigned extreme_words(unsigned a, unsigned b) {
+    const auto choose = [](float x, float y) {
+        if (x != x || y != y) return std::nanf("");
+        return LEAST == (x < y) ? x : y;
+    };
+    if (DATA_TYPE == DTYPE_F32)
+        return __float_as_uint(choose(__uint_as_float(a), __uint_as_float(b)));
+    float x[2], y[2];
+    unpack<DATA_TYPE>(a, x[0], x[1]);
+    unpack<DATA_TYPE>(b, y[0], y[1]);
+    return pack<DATA_TYPE>(choose(x[0], y[0]), choose(x[1], y[1]));
+}
+template <int DATA_TYPE>
+static unsigned min_words(unsigned a, unsigned b) { return extreme_words<DATA_TYPE, true>(a, b); }
+template <int DATA_TYPE>
+static unsigned max_words(unsigned a, unsigned b) { return extreme_words<DATA_TYPE, false>(a, b); }
+static float multiply(float a, float b) { return a * b; }
+static float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+static float reciprocal_fast(float x) {  // as wrong as it may be
+    const float exact = 1 / x;
+    return random_number() % 2 ? std::nextafter(exact, random_number() % 2 ? 0.0f : 2 * exact)
+                               : exact;
+}
+static unsigned round_to_unsigned(float x) { return x > 0 ? std::lrint(x) : 0; }
 
 template <int DATA_TYPE>
 static void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -368,7 +400,7 @@ class EmulatedKernel(Kernel):
 
 
 def shared_memory(device: torch.device) -> tuple[int, int]:
-    """Stand in for `tierkv.kernels.build.shared_memory`."""
+    """Stand in for the function of that name."""
     return BLOCK_LIMIT, PROCESSOR_LIMIT
 
 
@@ -382,9 +414,9 @@ def compile_library(stem: str, name: str, defines: tuple[tuple[str, int], ...]) 
             if file.suffix in (".cu", ".cuh") and file.name != "ptx.cuh":
                 shutil.copy(file, folder)
         (folder / "ptx.cuh").write_text(PTX)
+        shutil.copy(Path(__file__).with_name("host.cuh"), folder)
         main = f'#include "{stem}.cu"\n#define KERNEL {name}\n{LAUNCHER}'
-        main = main.replace('extern "C" __global__', "__global__")
-        (folder / "main.cpp").write_text(main)
+        (folder / "main.cpp").write_text(main.replace('extern "C" __global__', "__global__"))
         source = (folder / f"{stem}.cu").read_text()
         (folder / f"{stem}.cu").write_text(source.replace('extern "C" __global__', "__global__"))
         library = folder / "kernel.so"

@@ -46,7 +46,7 @@ def test_a_read_makes_no_object_per_page(
     in_order: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: several objects lived for each page while it was read. Python then looked through all
-    the objects of the process, 0.3 s in which no thread went on, in every resume of 128K tokens."""
+    the objects of the process, 0.3 s (2-core CPU) in which no thread went on, in every resume."""
     keys = [b"%05d" % i for i in range(2000)]
     alive, preadv = [], os.preadv
 

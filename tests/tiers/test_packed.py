@@ -21,7 +21,8 @@ from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import BadPagesError
 from tierkv.tiers.frame_format import FrameFormat
-from tierkv.tiers.packed import PackedStore, open_store, slot_bytes
+from tierkv.tiers.packed import PackedStore, UnpackedStore, open_store, slot_bytes, stored_codec
+from tierkv.tiers.packing import Packing
 
 GEOMETRY = Geometry(1, 2, 64, 60, torch.bfloat16, 64)
 LAYOUT = FrameFormat(GEOMETRY)
@@ -151,7 +152,7 @@ def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
     settings = budgets("cold", model, tmp_path, page_tokens=128, rows=1) | {"prefill_chunk": 300}
     ask = {"max_new_tokens": 8, "do_sample": False}
     want = model.generate(ids, **ask)[0, 900:].tolist()
-    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped:
+    with tierkv.wrap(model, codec="raw+zstd:1", **settings) as wrapped:
         assert wrapped.generate(ids, **ask)[0, 900:].tolist() == want
         with wrapped.open("book") as context:
             context.append(ids)
@@ -159,7 +160,10 @@ def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
         stats = wrapped.stats()
     assert stats["moved_bytes"]["cold_to_warm"] > 0
     assert stats["packing"]["pages"] > 0 and stats["packing"]["unpack_gb_s"] > 0
-    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped, wrapped.open("book") as book:
+    with (
+        tierkv.wrap(model, codec="raw+zstd:1", **settings) as wrapped,
+        wrapped.open("book") as book,
+    ):
         assert book.restored_tokens == 900
         assert book.generate(**ask)[0].tolist() == want
     with tierkv.wrap(model, **settings) as wrapped, pytest.raises(ConfigError, match="codec"):
@@ -171,7 +175,7 @@ def test_a_saved_context_is_exported_with_both_slots_of_a_page(noisy: bool, tmp_
     """Bug: pages that did not shrink lie in two slots, and contexts with such were refused."""
     model = tiny_model("llama")
     ids = torch.randint(3, VOCAB, (1, 300), generator=torch.Generator().manual_seed(0))
-    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1) | {"codec": "raw+zstd"}
+    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1) | {"codec": "raw+zstd:1"}
     store = str(tmp_path / "store")
     with tierkv.wrap(model, store=store, **settings) as wrapped:
         with wrapped.open("book") as context:
@@ -232,3 +236,79 @@ def test_halves_without_their_page_are_swept(tmp_path: Path) -> None:
     with open_packed(tmp_path) as store:
         assert len(store) == 4
         assert bytes(read(store, keys[5:])[0]) == bytes(frames[5])
+
+
+def open_as_found(directory: Path, *, always: bool = False, budget: int = 256 << 20) -> ColdStore:
+    limits = {"disk_budget": budget, "free_floor": 0, "durable": False}
+    return open_store(directory, LAYOUT, 1, threads=2, always=always, **limits)
+
+
+def with_disk(monkeypatch: pytest.MonkeyPatch, gb_s: float) -> list[Path]:
+    """Make the disk as fast as that; return where it was measured."""
+    asked: list[Path] = []
+
+    def measure(directory: Path, num_bytes: int) -> tuple[float, bool]:
+        asked.append(directory)
+        return gb_s * 1e9, True
+
+    monkeypatch.setattr("tierkv.tiers.packing.disk_bandwidth", measure)
+    return asked
+
+
+def test_zstd_is_off_where_the_disk_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured once, said, and remembered: what was stored is found by the next process."""
+    asked = with_disk(monkeypatch, 1000.0)
+    frames, keys = make_frames(3), [key(i) for i in range(3)]
+    with pytest.warns(UserWarning, match=r"zstd is off for .*reads 1000\.00 GB/s.*raw\+zstd:1"):
+        store = open_as_found(tmp_path)
+    with store:
+        assert isinstance(store, UnpackedStore) and store.frame_bytes == LAYOUT.frame_bytes
+        store.put(keys, frames)
+        report = store.report()
+        assert report["on"] is False and report["disk_gb_s"] == 1000.0 > report["unpack_gb_s"] > 0
+    assert asked == [tmp_path]
+    with_disk(monkeypatch, 0.0)  # as if another disk: the store keeps its way
+    with pytest.warns(UserWarning, match="zstd is off"), open_as_found(tmp_path) as store:
+        read_back = [aligned_buffer(LAYOUT.frame_bytes) for _ in keys]
+        store.read_into(keys, read_back)
+        assert [bytes(one) for one in read_back] == [bytes(one) for one in frames]
+        assert stored_codec(LAYOUT, 1, store, always=False) == "raw"
+        assert stored_codec(LAYOUT, 1, store, always=True) == "raw+zstd"
+
+
+def test_zstd_stays_on_where_the_disk_is_slower_or_full_or_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_disk(monkeypatch, 0.0)
+    with open_as_found(tmp_path / "slow") as store:
+        assert isinstance(store, PackedStore) and store.report()["disk_gb_s"] == 0.0
+        assert stored_codec(LAYOUT, 1, store, always=False) == "raw+zstd"
+    asked = with_disk(monkeypatch, 1000.0)
+    with open_as_found(tmp_path / "asked", always=True) as store:
+        assert isinstance(store, PackedStore)
+    for name, budget in (("slow", 256 << 20), ("asked", 256 << 20), ("full", 8 << 20)):
+        with open_as_found(tmp_path / name, budget=budget) as store:
+            assert isinstance(store, PackedStore) and store.report()["on"]
+    assert not asked, "a store that packs, or has no room to measure in, is not measured"
+
+
+def test_statistics_say_that_zstd_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_disk(monkeypatch, 1000.0)
+    model = tiny_model("llama")
+    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1)
+    settings |= {"store": str(tmp_path / "store"), "disk_budget": "256MiB", "disk_floor": 0}
+    with (
+        pytest.warns(UserWarning, match="zstd is off"),
+        tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped,
+    ):
+        packing = wrapped.stats()["packing"]
+    assert packing["on"] is False and packing["disk_gb_s"] == 1000.0
+
+
+def test_the_disk_and_unpacking_are_measured(tmp_path: Path) -> None:
+    found = Packing.measured(tmp_path, LAYOUT.page_bytes, torch.bfloat16, level=1, threads=2)
+    assert found.disk_gb_s and found.unpack_gb_s
+    assert found.on == (found.unpack_gb_s >= found.disk_gb_s)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the measurement"

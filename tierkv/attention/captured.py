@@ -1,18 +1,20 @@
-"""Attention of decode steps that are captured as a CUDA graph: one sequence, no page on disk.
+"""Attention of decode steps that are captured as a CUDA graph: one sequence.
 
 A captured step reads every length, slot and table from device memory, which `begin` sets before
 each replay. Layers that select read through their `Reader`, the others through `CapturedExact`.
+Pages on disk are waited for within the step where layers select; no other layer may have any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from tierkv.attention import selective_gpu
 from tierkv.attention.captured_exact import CapturedExact
+from tierkv.attention.selective_gpu import MAX_ROUNDS, rounds
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
 
@@ -50,9 +52,25 @@ class CapturedLookups:
             return f"the context outgrew the {self.exact.max_pages} pages that were captured"
         if obstacle := self.exact.obstacle(past):
             return obstacle
-        if selective is not None and selective.away and not selective.spec.skips:
-            return f"{selective.away} pages are on disk, and waiting for them takes the host"
+        if self.waits and selective is not None and rounds(self.manager) > MAX_ROUNDS:
+            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads
+            return (
+                f"a layer may wait for {missing} pages on disk, and cpu_budget leaves room for "
+                f"{self.manager.warm.inbound.capacity} at once"
+            )
         return ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps may choose pages on disk and wait for them."""
+        selective = self.manager.selective
+        return selective is not None and selective.away > 0 and not selective.spec.skips
+
+    def answered(self) -> AbstractContextManager[None]:
+        """Answer, while the block runs a step, what it asks for; see `FaultService.serving`."""
+        if not self.waits:
+            return nullcontext()
+        return selective_gpu.faults_of(self.manager).serving(self.sequences)
 
     def _past(self) -> int:
         return self.sequences.lengths[0] // self.manager.geometry.page_tokens
@@ -80,7 +98,7 @@ class CapturedLookups:
         finally:
             state.counters.copy_(counts[0])
             state.announced.copy_(counts[1])
-            state.step.add_(1)
+            state.next_step()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write new tokens of a layer to their tails. k, v: ``[batch, kv_heads, 1, dim]``."""
@@ -112,8 +130,9 @@ class CapturedLookups:
         if layer >= self.exact_layers:
             self.manager.transfer.join(layer)
             return self._reader_of(query).attend(
-                query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None
-            )
+                query, layer, scale=scale, softcap=softcap, sinks=sinks, waits=None,
+                faults=self.waits,
+            )  # fmt: skip
         return self.exact.attend(query, layer, scale=scale, softcap=softcap, sinks=sinks)
 
     def _reader_of(self, query: torch.Tensor) -> selective_gpu.Reader:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tierkv.bench.memory import synchronize
-from tierkv.tiers.direct_io import (
-    aligned_buffer,
-    open_extent,
-    probe_direct_io,
-    read_frames,
-    write_frames,
-)
+from tierkv.tiers.disk_speed import disk_bandwidth
 
 ROUNDS = 7
 """Timed rounds per copy; the median counts."""
-DISK_CALL_BYTES = 8 << 20
-DISK_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,67 +62,6 @@ def _copy_bandwidth(target: torch.Tensor, source: torch.Tensor, device: torch.de
 
     copies()
     return 4 * source.numel() / statistics.median(_seconds(copies) for _ in range(ROUNDS))
-
-
-def disk_bandwidth(directory: Path, num_bytes: int) -> tuple[float, bool]:
-    """Write a file, read it back in large calls; return bytes per second and whether O_DIRECT."""
-    direct = probe_direct_io(directory).works
-    count = max(DISK_THREADS, num_bytes // DISK_CALL_BYTES)
-    with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=directory) as scratch:
-        raw = Path(scratch) / "raw"
-        fd = open_extent(raw, direct=direct)
-        try:
-            page = aligned_buffer(DISK_CALL_BYTES)
-            page[:] = os.urandom(DISK_CALL_BYTES)
-            for index in range(count):
-                write_frames(fd, index * DISK_CALL_BYTES, [page], direct=direct)
-        finally:
-            os.close(fd)
-        size = count * DISK_CALL_BYTES
-        rates = [read_bandwidth([raw], size, direct=direct) for _ in range(3)]
-    return statistics.median(rates), direct
-
-
-def read_bandwidth(
-    paths: Sequence[Path],
-    num_bytes: int,
-    *,
-    direct: bool,
-    threads: int = DISK_THREADS,
-    call_bytes: int = DISK_CALL_BYTES,
-) -> float:
-    """Read the first `num_bytes` of some files, dropped from the page cache; bytes per second.
-
-    Every thread reads into memory of its own, which it has touched before.
-    """
-    calls: list[tuple[int, int]] = []
-    fds = [open_extent(path, direct=direct) for path in paths]
-    try:
-        for fd in fds:
-            drop_cached(fd)
-            calls += [(fd, at) for at in range(0, os.fstat(fd).st_size, call_bytes)]
-        calls = calls[: -(-num_bytes // call_bytes)]
-        targets = [aligned_buffer(call_bytes) for _ in range(threads)]
-        for target in targets:
-            target[:] = bytes(call_bytes)
-
-        def work(thread: int) -> int:
-            mine = calls[thread::threads]
-            return sum(read_frames(fd, at, [targets[thread]], direct=direct) for fd, at in mine)
-
-        with ThreadPoolExecutor(threads) as pool:
-            start = time.perf_counter()
-            done = sum(pool.map(work, range(threads)))
-            return done / (time.perf_counter() - start)
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def drop_cached(fd: int) -> None:
-    """Drop a file from the page cache, written out first."""
-    os.fdatasync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -30,11 +30,14 @@ class Recording:
             `budget_pages` of them at each step.
         guessed: the same with the query guessed from the residual stream one layer ahead; in the
             first recorded layer as chosen.
+        nearly: the same of pages that were not chosen, but nearly
+            (`tierkv.attention.selective_gpu.NEARLY`).
         source: model, text, selector and sizes, for people.
     """
 
     chosen: Chosen
     guessed: Chosen
+    nearly: Chosen
     source: str
 
     @property
@@ -45,12 +48,13 @@ class Recording:
     def save(self, file: Path) -> None:
         """Write it: what changes from step to step, packed and deflated."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        changes = self.chosen.copy()
-        changes[1:] ^= self.chosen[:-1]
+        changes, nearly = self.chosen.copy(), self.nearly.copy()
+        for part in (changes, nearly):
+            part[1:] ^= part[:-1].copy()
         wrong = self.guessed ^ self.chosen
         np.savez_compressed(
             file, changes=np.packbits(changes, axis=-1), wrong=np.packbits(wrong, axis=-1),
-            pages=self.chosen.shape[-1], source=self.source,
+            nearly=np.packbits(nearly, axis=-1), pages=self.chosen.shape[-1], source=self.source,
         )  # fmt: skip
 
     @classmethod
@@ -58,13 +62,13 @@ class Recording:
         """Read what `save` wrote."""
         with np.load(file, allow_pickle=False) as data:
             pages = int(data["pages"])
-            changes, wrong = (
+            changes, wrong, nearly = (
                 np.unpackbits(data[name], axis=-1, count=pages).astype(bool)
-                for name in ("changes", "wrong")
+                for name in ("changes", "wrong", "nearly")
             )
             source = str(data["source"])
-        chosen = np.logical_xor.accumulate(changes, axis=0)
-        return cls(chosen, chosen ^ wrong, source)
+        chosen, nearly = (np.logical_xor.accumulate(part, axis=0) for part in (changes, nearly))
+        return cls(chosen, chosen ^ wrong, nearly, source)
 
 
 class Replay(NamedTuple):
@@ -73,10 +77,13 @@ class Replay(NamedTuple):
     Attributes:
         chosen: by the true query.
         guessed: by the query guessed one layer ahead.
+        nearly: ``[steps, layers, kv_heads, n]``, nearly chosen by the true query; in rows with
+            fewer than n, then page ``first - 1``, which cannot be chosen (-1 if there is none).
     """
 
     chosen: Pages
     guessed: Pages
+    nearly: Pages
 
 
 def replay(
@@ -116,17 +123,27 @@ def replay(
         )
     chance = np.random.default_rng(seed)
     shape = (steps, layers, kv_heads, budget_pages)
-    result = Replay(np.empty(shape, np.int64), np.empty(shape, np.int64))
+    most = times * int(recording.nearly.sum(-1).max())
+    result = Replay(
+        np.empty(shape, np.int64), np.empty(shape, np.int64),
+        np.full((*shape[:3], most), first - 1, np.int64),
+    )  # fmt: skip
     there_and_back = np.r_[0:recorded, recorded - 2 : 0 : -1]
     order = np.resize(there_and_back, steps)
     for layer in range(layers):
         source = round(layer * (sources - 1) / max(layers - 1, 1))
         for head in range(kv_heads):
             places = chance.permutation(stop - first)[: pages * times].reshape(pages, times) + first
-            for made, taken in zip(result, (recording.chosen, recording.guessed), strict=True):
+            for made, taken in zip(result[:2], (recording.chosen, recording.guessed), strict=True):
                 which = np.nonzero(taken[:, source, (layer + head) % heads])[1]
                 groups = places[which.reshape(recorded, -1)]
                 made[:, layer, head] = groups.reshape(recorded, -1)[order]
+            near = [
+                places[row].reshape(-1)
+                for row in recording.nearly[:, source, (layer + head) % heads]
+            ]
+            for step, at in enumerate(order.tolist()):
+                result.nearly[step, layer, head, : len(near[at])] = near[at]
     return result
 
 
@@ -146,33 +163,48 @@ class Overruled:
     Attributes:
         scoring: writes `mass`.
         mass: ``[kv_heads, row]`` float32.
-        pages: ``[kv_heads, budget_pages]`` int64, candidates; as many as are chosen.
+        pages: ``[kv_heads, n]`` int64, candidates; as many as are chosen, others after them.
+        masses: ``[kv_heads, n]`` float32, what they get.
     """
 
     scoring: Scoring
     mass: torch.Tensor
     pages: torch.Tensor
+    masses: torch.Tensor
 
     def run(self) -> None:
         """Score, then raise the given pages."""
         self.scoring.run()
-        self.mass.scatter_(1, self.pages, 2.0)
+        self.mass.scatter_(1, self.pages, self.masses)
 
 
 class Player:
     """A replay on the device: the pages of the present step, in memory that stays where it is.
 
-    Attributes:
-        chosen, guessed: ``[layers, kv_heads, budget_pages]`` int64; see `Replay`.
+    Args:
+        nearly: whether nearly chosen pages follow the chosen ones, with half of their mass. Then
+            page ``first - 1`` must exist.
     """
 
-    def __init__(self, made: Replay, device: torch.device):
-        self._table = torch.from_numpy(np.stack(made, axis=1)).to(device)
-        self._step = 0
-        self._now = self._table[0].clone()
-        self.chosen, self.guessed = self._now
+    def __init__(self, made: Replay, device: torch.device, *, nearly: bool = False):
+        chosen, guessed = (torch.from_numpy(part) for part in made[:2])
+        if nearly:
+            chosen = torch.cat([chosen, torch.from_numpy(made.nearly)], dim=-1)
+        self._tables = chosen.to(device), guessed.to(device)
+        self._step, self._budget = 0, guessed.shape[-1]
+        self._now = tuple(table[0].clone() for table in self._tables)
+
+    def overrule(
+        self, scoring: Scoring, mass: torch.Tensor, layer: int, *, guessed: bool = False
+    ) -> Overruled:
+        """Let a layer's scoring choose what the replay says, or what it says is guessed."""
+        pages = self._now[int(guessed)][layer]
+        masses = torch.ones(pages.shape, device=pages.device)
+        masses[:, : self._budget] = 2.0
+        return Overruled(scoring, mass, pages, masses)
 
     def advance(self) -> None:
         """Go to the next step, after the last one to the first; call it before every step."""
-        self._now.copy_(self._table[self._step % len(self._table)])
+        for now, table in zip(self._now, self._tables, strict=True):
+            now.copy_(table[self._step % len(table)])
         self._step += 1

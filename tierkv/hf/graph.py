@@ -1,12 +1,14 @@
 """A model's decode step as a CUDA graph: captured once, replayed for every token.
 
-Nothing in a step needs the host: lengths and slots are read from device memory. Between replays
-the host does what happens once a page: sealing, writing through, new blocks.
+Nothing in a step needs the caller's thread: lengths and slots are read from device memory, and
+another thread brings what a step finds on disk (`tierkv.paging.faults`). Between replays the host
+does what happens once a page: sealing, writing through, new blocks.
 """
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +82,7 @@ class DecodeGraph:
                 (2, rows, 1), dtype=torch.long, device=manager.device
             )
         self._graph: Any = None
+        self._waits = False  # whether the graph can wait for pages on disk
         self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
         self.output: Any = None
@@ -106,6 +109,8 @@ class DecodeGraph:
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
+            ColdReadError, PageFaultError: a page could not be read from disk; nothing was appended,
+                and the step may be repeated.
             CaptureError: the model does something in a step that needs the host; nothing was
                 appended, and `obstacle` says so from now on.
         """
@@ -116,16 +121,16 @@ class DecodeGraph:
         if self.padding is not None:
             self.position.sub_(self.padding[:, None])
         self.lookups.begin()
-        exact = self.lookups.exact
-        if self._graph is None or exact.outgrown:
-            self._graph = None
-            exact.renew()
-            self._capture()
-        if self._proves:
-            with self.lookups.uncounted():
+        exact, waits = self.lookups.exact, self.lookups.waits
+        with self.lookups.answered():
+            if self._graph is None or exact.outgrown or (waits and not self._waits):
+                self._graph, self._waits = None, waits
+                exact.renew()
+                self._capture()
+            with self.lookups.uncounted() if self._proves else nullcontext():
                 self._replay()
+        if self._proves:
             return self._prove(token)
-        self._replay()
         exact.count()
         manager.end_token(sequences)
         assert self._logits is not None

@@ -79,7 +79,8 @@ class Plan:
         tokens: ``[kv_heads]`` int32, ``(table_offset + counts) * page_tokens``.
         fetches: chosen pages that have to be copied into their frames first.
         missing: ``[kv_heads, budget]`` int32, chosen pages that are in no host frame. They are not
-            in `table`: the caller waits for them and plans again, or goes without them.
+            in `table`: the caller waits for them and plans again, or goes without them. If the
+            plan waits, they are in `table` and among the fetches.
         missing_counts: ``[kv_heads]`` int32.
         stats: ``[kv_heads, 4]`` int64, chosen pages so far that were hits, misses and missing, and
             of the hits those that an earlier plan of the same step had chosen.
@@ -131,6 +132,7 @@ def prepare(
     step: torch.Tensor,
     page_tokens: int,
     mass_target: float | None = None,
+    waits: bool = False,
 ) -> Launch:
     """Check the arguments of a choice and compile its kernel. ``cuda/select.cu`` has the rules.
 
@@ -149,6 +151,7 @@ def prepare(
         page_tokens: tokens per page.
         mass_target: stop at the fewest pages that hold this share of the candidates' mass, above 0
             up to 1; mass counts in units of 2^-31. None: fill the budget.
+        waits: plan missing pages as fetches too; their addresses will be there by then.
 
     Raises:
         ValueError: an argument does not fit; says which and how.
@@ -209,5 +212,6 @@ def prepare(
         np.int32(plan.table_offset),
         np.int32(page_tokens),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
+        np.int32(waits),
     )
     return Launch(compiled, (kv_heads, 1, 1), arguments, held)

@@ -28,6 +28,7 @@ from tierkv.paging.selective import Selective
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
 from tierkv.paging.turns import activate
+from tierkv.paging.window import slide, window_pages
 from tierkv.paging.writer import Writer
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames
@@ -45,6 +46,7 @@ class PageManager:
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
         codec: how pages are stored below hot.
+        residual_tokens: last tokens of each sequence that stay hot where pages are encoded.
         salt: part of the keys of pages that are kept.
         prefix_cache: keep pages findable by their tokens after their sequences are closed.
 
@@ -63,6 +65,7 @@ class PageManager:
         io_threads: int = 4,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        residual_tokens: int = 0,
         salt: str = "",
         prefix_cache: bool = False,
     ):
@@ -81,6 +84,13 @@ class PageManager:
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
         self.stats, self.selective = self.tiers.stats, self.tiers.selective
+        self.window_pages = 0
+        if not codec.lossless:
+            try:
+                self.window_pages = window_pages(residual_tokens, geometry, self.placement)
+            except BaseException:
+                self.tiers.close()
+                raise
         self.lookahead = Lookahead(self, self.transfer, geometry.layers, self.stats)
         self.outflow = Outflow(self.tiers, self.lookahead.cancel)
         self._writer = Writer(self.tiers, self.outflow)
@@ -118,10 +128,25 @@ class PageManager:
             sequences.extend(self.new_blocks(batch * missing).reshape(batch, missing))
         tails = sequences.tails[layer].copy()
         kept = self._writer.keep_tail(layer, tails, offset) if new > 1 and offset else None
-        self._writer.write(sequences, layer, k, v, past, offset)
-        sequences.lengths[layer] = length + new
+        self._write(sequences, layer, k, v)
         visible = offset + 1 if new == 1 else offset
         return Lookup(self, sequences, layer, past, tails, visible, kept, new)
+
+    def _write(self, sequences: Sequences, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write tokens of one layer; pages that the residual window holds after all others."""
+        length, new, tokens = sequences.lengths[layer], k.shape[2], self.geometry.page_tokens
+        past, offset = divmod(length, tokens)
+        sealed = (offset + new) // tokens
+        if sealed and self.window_pages:
+            spare = slide(self, sequences, layer, past, sealed)  # what can fail comes first
+            down = sealed - spare // sequences.batch
+            at = down * tokens - offset
+            if down and spare:
+                first = k[:, :, :at], v[:, :, :at]
+                self._writer.write(sequences, layer, *first, past, offset, spare=spare)
+                k, v, past, offset = k[:, :, at:], v[:, :, at:], past + down, 0
+        self._writer.write(sequences, layer, k, v, past, offset)
+        sequences.lengths[layer] = length + new
 
     def begin_token(self, sequences: Sequences) -> None:
         """Make room for one token of each open sequence, which a captured step will write.
@@ -139,7 +164,11 @@ class PageManager:
     def end_token(self, sequences: Sequences) -> None:
         """Count the tokens that a captured step has written; seal the pages they fill."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
-        if sequences.lengths[0] % self.geometry.page_tokens == 0:
+        past, rest = divmod(sequences.lengths[0], self.geometry.page_tokens)
+        if rest == 0:
+            if self.window_pages:
+                for layer in range(self.geometry.layers):
+                    slide(self, sequences, layer, past - 1, 1)
             self._writer.seal_tails(sequences)
 
     def admit(self, sequences: Sequences, batch: int, length: int) -> None:
@@ -355,6 +384,8 @@ class PageManager:
                 self.prefix.clear()
         finally:
             self.lookahead.cancel()
+            if self.selective is not None and self.selective.faults is not None:
+                self.selective.faults.close()
             self.closed = True
             self.tiers.close()
 

@@ -112,19 +112,22 @@ class Outflow:
     def send_across(
         self, layers: range, block: int, k: torch.Tensor, v: torch.Tensor
     ) -> Frames | None:
-        """Write one page of several layers to warm homes at once.
+        """Write one page of several layers at once: to warm homes, or through warm to disk.
 
-        k, v: ``[kv_heads, layers, page_tokens, dim]`` on the device. Returns the frames, or None,
-        with nothing done, if a layer has no home left.
+        k, v: ``[kv_heads, layers, page_tokens, dim]`` on the device. Returns the frames, homes or
+        outbound ones, or None, with nothing done, if there are too few of both.
         """
-        tiers = self.tiers
+        tiers, warm = self.tiers, self.tiers.warm
         with tiers.changed:
-            short = tiers.warm.homes.free < len(layers)
-            if short or not all(self.homes_free(layer) for layer in layers):
+            homes = warm.homes.free >= len(layers) and all(map(self.homes_free, layers))
+            if homes:
+                frames = warm.homes.take(len(layers))
+                for layer in layers:
+                    self._homes_used[layer] += 1
+            elif tiers.cold is not None and warm.outbound.free >= len(layers):
+                frames = warm.outbound.take(len(layers))
+            else:
                 return None
-            frames = tiers.warm.homes.take(len(layers))
-            for layer in layers:
-                self._homes_used[layer] += 1
         try:
             tiers.transfer.write_down(k, v, frames)
         except BaseException:
@@ -135,6 +138,11 @@ class Outflow:
         tiers.stats.hot_to_warm_bytes += len(layers) * tiers.format.page_bytes
         with tiers.changed:
             tiers.directory.warm[block, layers.start : layers.stop] = frames
+            if not homes:
+                entries = zip(layers, frames.tolist(), strict=True)
+                self._queued.extend((block, layer, frame) for layer, frame in entries)
+        if not homes:
+            tiers.transfer.spill(self._spill)
         return frames
 
     def _write_down(

@@ -18,6 +18,8 @@ EVEN_STAGING_PAGES = 128
 faster: prefill of 128K tokens took 12.3 s with 384 pages and 12.9 s with 454 (H200)."""
 MAX_TRANSIT_BYTES = 256 << 20
 """Warm bytes per direction set aside for pages on their way from or to disk."""
+GUEST_SHARE = 8
+"""One of so many warm frames is for copies of pages on disk that are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Placement:
         hot_frames: frames of each layer on the compute device.
         staging_pages: pages one staging buffer holds.
         staging_bytes: device bytes of all staging memory.
-        warm_homes, warm_inbound, warm_outbound: warm frames by use.
+        warm_homes, warm_inbound, warm_outbound, warm_guests: warm frames by use.
     """
 
     hot_frames: int
@@ -37,6 +39,7 @@ class Placement:
     warm_homes: int
     warm_inbound: int
     warm_outbound: int
+    warm_guests: int = 0
 
     @classmethod
     def choose(
@@ -55,7 +58,8 @@ class Placement:
         What selective attention needs comes first; the layers that stay exact share the rest.
 
         Staging takes at most an eighth of `gpu_budget`. With a cold tier, a quarter of the warm
-        frames (at most `MAX_TRANSIT_BYTES` each way) are for pages in transit.
+        frames (at most `MAX_TRANSIT_BYTES` each way) are for pages in transit; and where layers
+        select on a GPU and wait for pages on disk, an eighth is for copies of those chosen lately.
 
         frame_bytes: bytes of a warm frame; by default those of a raw page.
 
@@ -100,7 +104,10 @@ class Placement:
         transit = max(1, min(warm // 8, MAX_TRANSIT_BYTES // frame_bytes))
         staging = min(staging, transit)
         total = staging_bytes(staging, page, moved, cuda)
-        return cls(hot, staging, total, warm - 2 * transit, transit, transit)
+        waits = selecting and selective is not None and selective.slots and not selective.skips
+        guests = warm // GUEST_SHARE if waits else 0
+        homes = warm - 2 * transit - guests
+        return cls(hot, staging, total, homes, transit, transit, guests)
 
     def hot_bytes(self, geometry: Geometry) -> int:
         """Device bytes this placement takes."""

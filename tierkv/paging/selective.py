@@ -21,6 +21,7 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames
 
 if TYPE_CHECKING:
+    from tierkv.paging.faults import FaultService
     from tierkv.paging.sequences import Sequences
 
 NONE = -1
@@ -100,7 +101,7 @@ class SelectiveState:
         where: ``[s, kv_heads, max_pages]`` int32, frame of each page in the reuse cache, or -1.
         held, stamp: ``[s, kv_heads, slots]`` int32, page in each slot, and the step that last
             chose it.
-        step: ``[1]`` int32, counts steps; stamps are of its kind.
+        step: ``[1]`` int32, counts steps; stamps are of its kind. `steps` is the same on the host.
         counters: ``[kv_heads, 4]`` int64, chosen head-pages that were in the reuse cache, that had
             to be fetched, and that were on disk; and of the first those foreseen in their step.
         announced: the same of the choices made ahead of their layer.
@@ -108,6 +109,7 @@ class SelectiveState:
         owner: the sequences whose pages these are.
         turns: how often a context took over that had waited.
         reader: what the attention keeps per layer; opaque here.
+        faults: brings pages on disk that captured steps wait for; None until one does.
     """
 
     def __init__(self, spec: Selective, geometry: Geometry, device: torch.device):
@@ -121,16 +123,22 @@ class SelectiveState:
         self.where = torch.full((layers, heads, mapped), NONE, **integers)
         self.held = torch.full((layers, heads, spec.slots), NONE, **integers)
         self.stamp = torch.zeros_like(self.held)
-        self.step = torch.zeros(1, **integers)
+        self.step, self.steps = torch.zeros(1, **integers), 0
         self.counters, self.announced = torch.zeros((2, heads, 4), dtype=torch.int64, device=device)
         self.away = 0
         self.owner: Sequences | None = None
         self.turns = 0
         self.reader: object | None = None
+        self.faults: FaultService | None = None
 
     def index(self, layer: int) -> int:
         """Return a tiered layer's position among those that select."""
         return layer - self.spec.dense_layers
+
+    def next_step(self) -> None:
+        """Count a step."""
+        self.step.add_(1)
+        self.steps += 1
 
     def report(self) -> dict[str, Any]:
         """Return how many head-pages were chosen and where they came from.
@@ -147,6 +155,8 @@ class SelectiveState:
         chosen = reused + fetched + awaited
         if chosen:
             report["foreseen"] = {"chosen": chosen, "fetched": fetched, "used": used}
+        if self.faults is not None:
+            report["faults"] = self.faults.report()
         return report
 
     def check_room(self, pages: int, page_tokens: int) -> None:
@@ -201,12 +211,16 @@ class SelectiveState:
         v: torch.Tensor,
         frames: tuple[torch.Tensor, torch.Tensor],
         addresses: Frames,
+        *,
+        away: bool,
     ) -> None:
         """Take note of one sealed page of every layer that selects, on a GPU.
 
         k, v: ``[s, kv_heads, page_tokens, dim]``; frames: the layers' K and V by frame,
-        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory.
+        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory; away:
+        whether they have no warm home.
         """
+        self.away += len(addresses) if away else 0
         if self.spec.parts:
             self.summaries[:, :, position] = self.spec.selector.summarize(k)
         self.addresses[:, position] = torch.from_numpy(addresses).to(self.device)
@@ -233,11 +247,19 @@ class SelectiveState:
 
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on: others may take their positions."""
+        if self.faults is not None:
+            self.faults.truncate(pages)
         self.addresses[:, pages:] = 0
         gone = self.held >= pages
         self.held.masked_fill_(gone, NONE)
         self.stamp.masked_fill_(gone, 0)
         self.where[:, :, pages:] = NONE
+
+    def forget_frames(self) -> None:
+        """Forget what is in the reuse cache."""
+        self.held.fill_(NONE)
+        self.stamp.zero_()
+        self.where.fill_(NONE)
 
     def forget(self) -> None:
         """Forget everything; the next sequences may take over."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tierkv.codecs import RAW, Codec
+from tierkv.codecs.base import identity
 from tierkv.page import Geometry
 from tierkv.paging.directory import NOWHERE, Blocks, PageDirectory
 from tierkv.paging.keys import page_key
@@ -21,7 +22,7 @@ from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames
 from tierkv.tiers.hot import HotTier
-from tierkv.tiers.packed import PackedStore
+from tierkv.tiers.packed import PackedStore, UnpackedStore
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -84,6 +85,7 @@ class TierSet:
                 place.warm_homes,
                 place.warm_inbound,
                 place.warm_outbound,
+                place.warm_guests,
                 pinned=cuda,
             )
             self.transfer = Transfer(
@@ -118,7 +120,7 @@ class TierSet:
     def stored_codec(self) -> str:
         """How pages are stored on disk, as far as another store could not read them."""
         packed = "+zstd" if isinstance(self.cold, PackedStore) else ""
-        return self.format.codec.name + packed
+        return identity(self.format.codec) + packed
 
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
@@ -133,7 +135,7 @@ class TierSet:
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
-        if isinstance(self.cold, PackedStore):
+        if isinstance(self.cold, PackedStore | UnpackedStore):
             report["packing"] = self.cold.report()
         if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()

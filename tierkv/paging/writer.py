@@ -36,8 +36,12 @@ class Writer:
         v: torch.Tensor,
         past: int,
         offset: int,
+        spare: int = 0,
     ) -> None:
-        """Write tokens to tails and homes on the device, and pages without a home downwards."""
+        """Write tokens to tails and homes on the device, and pages without a home downwards.
+
+        spare: hot frames to leave free.
+        """
         tokens, batch, new = self.tiers.geometry.page_tokens, k.shape[0], k.shape[2]
         arena = self.tiers.hot.arenas[layer]
         sealed, rest = divmod(offset + new, tokens)
@@ -49,7 +53,7 @@ class Writer:
                 for row in range(batch):
                     arena.write_tokens(int(tails[row]) * tokens + offset, k[row], v[row])
             return
-        homes = min(sealed, self.tiers.hot.homes_free(layer) // batch)
+        homes = min(sealed, max(self.tiers.hot.homes_free(layer) - spare, 0) // batch)
         if homes < sealed:  # first what can fail: until then nothing of the sequences changes
             self._seal_down(sequences, layer, k, v, past, offset, homes, sealed)
         chain = tails[:, None]
@@ -77,9 +81,10 @@ class Writer:
                 self._seal_tail(sequences, layer)
 
     def _seal_selecting(self, sequences: Sequences) -> range:
-        """Seal the tails of the layers that select at once, while all find warm homes.
+        """Seal the tails of the layers that select at once, while all find warm frames.
 
         Returns the layers sealed. One after the other they take the host 20 ms for 26 layers.
+        What goes to disk is a guest at first: it is likely to be chosen.
         """
         tiers, state, none = self.tiers, self.tiers.selective, range(0)
         if state is None or not state.spec.slots or tiers.hot.selecting is None:
@@ -91,7 +96,15 @@ class Writer:
         sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
         if sent is None:
             return none
-        state.sealed_across(position, k, v, tiers.hot.selecting, tiers.warm.addresses(sent))
+        away = bool((sent >= tiers.warm.outbound_start).any())
+        addresses = tiers.warm.addresses(sent)
+        if away:
+            guests = state.faults.welcome(position) if state.faults is not None else None
+            addresses[:] = 0
+            if guests is not None:
+                tiers.transfer.write_down(*pages, guests)
+                addresses = tiers.warm.addresses(guests)
+        state.sealed_across(position, k, v, tiers.hot.selecting, addresses, away=away)
         tiers.stats.pages_sealed += len(layers)
         for layer in layers:
             sequences.sealed(layer)

@@ -66,7 +66,7 @@ class Transfer:
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
-        self._io_threads, self.min_read_bytes = io_threads, MIN_READ_BYTES
+        self.io_threads, self.min_read_bytes = io_threads, MIN_READ_BYTES
         self._asides: dict[int, Any] = {}
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
@@ -328,18 +328,27 @@ class Transfer:
 
     # -- disk ------------------------------------------------------------------------------
 
-    def read_cold(self, keys: Sequence[bytes], frames: Frames) -> list[Future[None]]:
-        """Start reading pages from disk into warm frames, spread over the I/O threads."""
+    def read_cold(
+        self, keys: Sequence[bytes], frames: Frames, *, settled: bool = False, share: int = 0
+    ) -> list[Future[None]]:
+        """Start reading pages from disk into warm frames, spread over the I/O threads.
+
+        settled: no copy to or from the frames is pending, so that no thread has to ask CUDA.
+        share: pages that one thread reads; equal shares by default, of `MIN_READ_BYTES` or more.
+        """
         least = -(-self.min_read_bytes // self.warm.frame_bytes)
-        share = max(-(-len(keys) // self._io_threads), least)
+        share = share or max(-(-len(keys) // self.io_threads), least)
         return [
-            self._io_pool.submit(self._read, keys[at : at + share], frames[at : at + share])
+            self._io_pool.submit(
+                self._read, keys[at : at + share], frames[at : at + share], settled
+            )
             for at in range(0, len(keys), share)
         ]
 
-    def _read(self, keys: Sequence[bytes], frames: Frames) -> None:
+    def _read(self, keys: Sequence[bytes], frames: Frames, settled: bool) -> None:
         assert self.cold is not None
-        self.wait_frames(frames)
+        if not settled:
+            self.wait_frames(frames)
         neighbours = runs(page_run_keys(self.warm, frames))
         self.cold.read_into(
             keys, [self.warm.payload(int(frames[at]), stop - at) for at, stop in neighbours]

@@ -36,23 +36,34 @@ class WarmTier:
     """Frames in host memory: `homes` hold pages for good, `inbound` and `outbound` only in transit.
 
     Pages on their way from disk use `inbound` frames, pages on their way to disk `outbound`
-    ones; the two never compete, so neither direction can block the other.
+    ones; the two never compete, so neither direction can block the other. `guests` frames hold
+    copies of pages that are on disk, as long as they are chosen often (`tierkv.paging.guests`).
 
     Raises:
         WarmBudgetError: the frames exceed what this machine or its control group has; or, on
             first use of a frame, host memory is short or cannot be pinned.
     """
 
-    def __init__(self, frame_bytes: int, homes: int, inbound: int, outbound: int, *, pinned: bool):
+    def __init__(
+        self,
+        frame_bytes: int,
+        homes: int,
+        inbound: int,
+        outbound: int,
+        guests: int = 0,
+        *,
+        pinned: bool,
+    ):
         self.frame_bytes = frame_bytes
-        self.num_frames = homes + inbound + outbound
+        self.num_frames = homes + inbound + outbound + guests
         self.pinned = pinned
         if pinned:  # cannot be swapped out
             _check_total(self.num_frames * self.frame_bytes)
         self.outbound_start = homes + inbound
         self.homes = FramePool(0, homes)
         self.inbound = FramePool(homes, homes + inbound)
-        self.outbound = FramePool(homes + inbound, self.num_frames)
+        self.outbound = FramePool(homes + inbound, homes + inbound + outbound)
+        self.guests: Frames = np.arange(homes + inbound + outbound, self.num_frames)
         self.chunk_frames = max(1, CHUNK_BYTES // self.frame_bytes)
         self._chunks: dict[int, Future[tuple[mmap.mmap, torch.Tensor]]] = {}
         self._taking, self._reserving = threading.Lock(), threading.Lock()

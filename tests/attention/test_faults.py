@@ -1,0 +1,106 @@
+"""Captured steps over pages on disk: the kernels emulated, the thread that answers a real one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tierkv
+from tests.attention.test_selective import settings
+from tests.attention.test_selective_gpu import Rerun, emulated, logits
+from tests.hf.test_exact_tokens import model
+from tierkv.errors import ColdReadError, PageFaultError
+from tierkv.hf.graph import DecodeGraph
+from tierkv.paging.faults import FaultService
+from tierkv.tiers.transfer import Transfer
+
+__all__ = ["emulated"]
+NEW = 3
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch, emulated: None) -> None:
+    def rerun(self: Any, work: Any, warmups: int) -> tuple[Rerun, torch.Tensor]:
+        graph = Rerun(work, work().clone())
+        return graph, graph.result
+
+    monkeypatch.setattr(Transfer, "capture", rerun)
+
+
+def prompt() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randint(3, 199, (1, 302 + NEW))
+
+
+def given(tmp_path: Path, guests: int) -> dict[str, Any]:
+    """Three tiers with `guests` times the least pinned memory; one guest frame in eight."""
+    wanted = settings("cold", "llama", tmp_path, token_budget=16 * min(guests, 3))
+    wanted["cpu_budget"] *= guests
+    return wanted
+
+
+def stepped(wrapped: Any, tier_cache: Any, ids: torch.Tensor, graph: DecodeGraph) -> list[Any]:
+    got = []
+    for at in range(tier_cache.get_seq_length(), ids.shape[1]):
+        assert not graph.obstacle()
+        got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    return got
+
+
+@pytest.mark.parametrize("guests", [1, 4])
+@pytest.mark.usefixtures("captured")
+def test_captured_steps_wait_for_pages_on_disk(guests: int, tmp_path: Path) -> None:
+    """With one inbound frame a layer's pages come in several rounds; steps cross a seal."""
+    ids, wanted = prompt(), given(tmp_path, guests)
+    want = logits("llama", ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids, graph)
+        counts = wrapped.stats()["selective"]
+        assert counts["awaited"] > 0 and counts["faults"]["pages_awaited"] > 0
+        assert counts["faults"]["guests"] == (3 if guests == 4 else 0)
+        assert not wrapped.manager.warm.inbound.used
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["unreadable", "dead"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("captured")
+def test_a_step_without_an_answer_fails_and_can_be_repeated(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that cannot be read, or a dead thread, ends the step with an error that says so.
+
+    Nothing of it is appended, nothing hangs, and the same token can be decoded again.
+    """
+    ids, wanted = prompt(), given(tmp_path, 4)
+    want = logits("llama", ids, wanted)
+    monkeypatch.setattr(FaultService, "patience", 0.3)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        with monkeypatch.context() as broken:
+            if kind == "dead":
+                broken.setattr(FaultService, "_answer", lambda *_: sys.exit())
+                error, text = PageFaultError, "0.3 s: the thread that reads them has died"
+            else:
+                broken.setattr(wrapped.manager.cold, "read_into", unreadable)
+                error, text = ColdReadError, "made up"
+            for _ in range(2):
+                with pytest.raises(error, match=text):
+                    graph.step(ids[:, -NEW : 1 - NEW])
+                assert tier_cache.get_seq_length() == ids.shape[1] - NEW
+                assert not wrapped.manager.warm.inbound.used
+        got = stepped(wrapped, tier_cache, ids, graph)
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def unreadable(keys: Any, buffers: Any) -> None:
+    raise ColdReadError("made up")

@@ -1,0 +1,326 @@
+"""The thread that brings pages on disk to steps that wait for them; the device is a fake one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierkv.errors import ColdReadError, PageFaultError, WarmBudgetError
+from tierkv.kernels.fault import (
+    ANSWERED,
+    ASKED,
+    BEAT,
+    COUNT,
+    FORESEEN,
+    GAVE_UP,
+    LAYER,
+    REFUSED,
+    REST,
+    ROUND,
+    Mailbox,
+)  # fmt: skip
+from tierkv.paging.directory import NOWHERE, PageDirectory
+from tierkv.paging.faults import FaultService
+from tierkv.paging.guests import Guests
+from tierkv.tiers.transfer import Transfer
+from tierkv.tiers.warm import WarmTier
+
+LAYERS, PAGES, FRAME, DENSE = 3, 24, 64, 1
+ON_DISK = PAGES - 2  # the last ones are still on their way there
+
+
+def content(layer: int, page: int) -> bytes:
+    return bytes([layer + 1, page + 1]) * (FRAME // 2)
+
+
+class FakeManager(SimpleNamespace):
+    """Tiers with what the service needs: warm memory is real, the disk makes up what it holds."""
+
+    def __init__(self, inbound: int, guests: int):
+        warm = WarmTier(FRAME, 4, inbound, 2 * LAYERS, guests, pinned=False)
+        directory = PageDirectory(LAYERS + DENSE)
+        blocks = directory.new_blocks(PAGES)
+        directory.cold[blocks[:ON_DISK], DENSE:] = True
+        for page in range(ON_DISK, PAGES):
+            for layer in range(LAYERS):
+                (frame,) = warm.outbound.take(1)
+                directory.warm[blocks[page], layer + DENSE] = frame
+                warm.payload(int(frame))[:] = content(layer, page)
+        self.pool, self.broken = ThreadPoolExecutor(2), set[tuple[int, int]]()
+        state = SimpleNamespace(
+            spec=SimpleNamespace(max_pages=PAGES, dense_layers=DENSE), steps=0, device="cpu",
+            addresses=torch.zeros(LAYERS, PAGES, dtype=torch.int64), forgotten=0,
+        )  # fmt: skip
+        state.forget_frames = lambda: setattr(state, "forgotten", state.forgotten + 1)
+        super().__init__(
+            warm=warm, directory=directory, selective=state,
+            sequences=SimpleNamespace(blocks=blocks[None]),
+            tiers=SimpleNamespace(changed=threading.Condition(), key=lambda b, layer: (b, layer)),
+            lookahead=SimpleNamespace(cancel=lambda: None), cold=SimpleNamespace(frame_bytes=FRAME),
+            stats=SimpleNamespace(cold_to_warm_bytes=0, hot_to_warm_bytes=0, warm_to_hot_bytes=0),
+            transfer=SimpleNamespace(
+                io_threads=2, min_read_bytes=1, warm=warm, _io_pool=self.pool, _read=self.read,
+                finish=lambda: None, wait_frames=lambda frames: None,
+            ),
+        )  # fmt: skip
+        self.transfer.read_cold = partial(Transfer.read_cold, self.transfer)
+
+    def read(self, keys: Any, frames: Any, settled: bool) -> None:
+        assert settled
+        for (block, layer), frame in zip(keys, frames.tolist(), strict=True):
+            payload = self.warm.payload(frame)
+            payload[:] = bytes(FRAME)  # until it has come, it is not there
+            if (block, layer - DENSE) in self.broken:
+                raise ColdReadError(f"block {block} is broken")
+            payload[:] = content(layer - DENSE, block)
+
+
+class FakeDevice:
+    """What the kernels of a step do: ask, write the answer into the table, fetch by it."""
+
+    def __init__(self, manager: FakeManager, box: Mailbox):
+        self.addresses, self.box, self.number = manager.selective.addresses, box, 0
+        self.failed = False
+
+    def choose(self, layer: int, pages: list[int], rounds: int) -> None:
+        """Choose pages of a layer; every one of them must be fetched whole, whatever way."""
+        if self.failed:
+            return
+        missing = [page for page in pages if not self.addresses[layer, page]]
+        fetched = set(self.fetch(layer, pages))
+        left = len(missing)
+        for turn in range(rounds):
+            if self.failed or not left:
+                break
+            left = self.ask(layer, turn, [*missing, missing[0]])
+            if self.failed:
+                break  # what is fetched from now on is never used
+            fetched |= set(self.fetch(layer, missing))
+        assert self.failed or (fetched == set(pages) and not left)
+
+    def ask(self, layer: int, turn: int, pages: list[int]) -> int:
+        words = self.box.words.numpy()
+        self.box.pages.numpy()[: len(pages)] = pages
+        words[LAYER], words[ROUND], words[COUNT] = layer, turn, len(pages)
+        self.number += 1
+        words[ASKED] = self.number
+        beat, heard = words[BEAT], time.monotonic()
+        while words[ANSWERED] != self.number:
+            time.sleep(1e-5)
+            if words[BEAT] != beat:
+                beat, heard = words[BEAT], time.monotonic()
+            if time.monotonic() - heard > 0.3:
+                words[GAVE_UP] = self.number
+                self.failed = True
+                return 0
+        if words[REFUSED]:
+            self.failed = True
+            return 0
+        told = self.box.addresses.numpy()[: len(pages)]
+        self.addresses[layer, pages] = torch.from_numpy(told.copy())
+        return int(words[REST])
+
+    def fetch(self, layer: int, pages: list[int]) -> list[int]:
+        there = [page for page in pages if self.addresses[layer, page]]
+        for page in there:
+            found = ctypes.string_at(int(self.addresses[layer, page]), FRAME)
+            assert found == content(layer, page), f"layer {layer} page {page}"
+        return there
+
+
+LOOKUPS = st.lists(
+    st.lists(st.integers(0, PAGES - 1), max_size=9, unique=True), min_size=LAYERS, max_size=LAYERS
+)
+STEPS = st.lists(
+    st.tuples(
+        LOOKUPS,
+        st.lists(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, PAGES - 1)), max_size=6),
+        st.lists(st.tuples(st.integers(0, ON_DISK - 1), st.integers(0, LAYERS - 1)), max_size=2),
+        st.integers(0, PAGES),
+    ),
+    max_size=6,
+)
+
+
+@given(st.integers(1, 10), st.integers(0, 30), STEPS)
+def test_every_page_comes_whole_or_the_step_says_why_not(
+    inbound: int, num_guests: int, steps: list[Any]
+) -> None:
+    """In any order, with any room, read ahead or not, some of them broken, some forgotten."""
+    manager = FakeManager(inbound, num_guests)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    try:
+        for number, (lookups, nearly, broken, keep) in enumerate(steps):
+            manager.broken, manager.selective.steps = set(broken), number
+            device.failed, failed = False, None
+            try:
+                with service.serving(manager.sequences):
+                    for layer, pages in enumerate(lookups):
+                        device.choose(layer, pages, -(-PAGES // inbound))
+                        box.last_chosen[layer, pages] = number
+                    for layer, page in nearly:
+                        row = box.foreseen[layer, 0]
+                        row[0] = min(int(row[0]) + 1, FORESEEN)
+                        row[int(row[0])] = page
+            except ColdReadError as error:
+                failed = error
+            assert (failed is not None) == device.failed
+            if failed is not None:
+                assert any(page in lookups[layer] for page, layer in broken)
+            assert not manager.warm.inbound.used
+            if keep < PAGES and number % 2:  # a crop
+                service.truncate(keep)
+                manager.selective.addresses[:, keep:] = 0
+        told = manager.selective.addresses.count_nonzero()
+        assert told <= len(service.guests.keys) <= num_guests
+        assert service.guests.free == num_guests - len(service.guests.keys)
+    finally:
+        service.close()
+        manager.pool.shutdown()
+        manager.warm.close()
+
+
+def test_a_dead_thread_ends_the_step_and_the_next_step_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = FakeManager(4, 4)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    with monkeypatch.context() as killed:
+        killed.setattr(service, "_run", lambda: None)
+        with (
+            pytest.raises(PageFaultError, match="the next step starts another"),
+            service.serving(manager.sequences),
+        ):
+            device.choose(0, [1, 2, 3], 9)
+    assert device.failed and manager.selective.forgotten == 1
+    device.failed = False
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 2, 3], 9)
+    assert service.report()["guests"] == 3
+    service.close()
+
+
+def test_no_room_at_all_is_said() -> None:
+    manager = FakeManager(1, 0)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    taken = manager.warm.inbound.take(1)  # by somebody who does not let go
+    with (
+        pytest.raises(WarmBudgetError, match="2 pages from disk find no room; raise cpu_budget"),
+        service.serving(manager.sequences),
+    ):
+        device.choose(0, [1, 2], 9)
+    manager.warm.inbound.give(taken)
+    service.close()
+
+
+def test_pages_read_ahead_are_not_waited_for() -> None:
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 2], 9)
+        box.foreseen[1, 0, :3] = torch.tensor([2, 5, 6])
+    deadline = time.monotonic() + 10
+    while service.ahead < 2 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    with service.serving(manager.sequences):
+        pass  # tells the device, while this step runs
+    with service.serving(manager.sequences):
+        device.choose(1, [5, 6], 9)
+    counts = service.report()
+    assert (counts["questions"], counts["pages_awaited"], counts["pages_ahead"]) == (1, 2, 2)
+    service.close()
+
+
+def test_reports_may_come_while_they_are_read() -> None:
+    """numpy refused to list the reports while the device added some, and the thread died of it."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(400, PAGES, 4, 1, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    counts, over = box.foreseen.numpy()[:, :, 0], threading.Event()
+
+    def report() -> None:
+        while not over.is_set():
+            counts[::2] = 1
+            counts[::2] = 0
+
+    device = threading.Thread(target=report)
+    device.start()
+    try:
+        for _ in range(300):
+            box.take_foreseen()
+    finally:
+        over.set()
+        device.join()
+        service.close()
+
+
+def test_pages_that_have_just_arrived_are_answered_at_once() -> None:
+    """A question about pages all of which were read ahead failed: nothing was left to read."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device = FakeDevice(manager, box)
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 2], 9)
+        manager.selective.addresses[0] = 0
+        device.choose(0, [1, 2], 9)
+        device.choose(1, [ON_DISK, ON_DISK + 1], 9)  # all still in memory
+    counts = service.report()
+    assert (counts["questions"], counts["pages_awaited"]) == (3, 4)
+    service.close()
+
+
+def test_the_guests_not_chosen_for_longest_leave() -> None:
+    guests = Guests(np.arange(10, 14))
+    assert guests.take(np.array([7, 8, 9]), 5).tolist() == [10, 11, 12]
+    assert guests.take(np.array([1, 2]), 6).tolist() == [13]
+    assert guests.find(np.array([8, 2, 1])).tolist() == [11, NOWHERE, 13]
+    chosen = {7: 9, 8: 2, 9: 0, 1: 0}
+    oldest = guests.oldest(3, lambda keys: np.array([chosen[k] for k in keys.tolist()]), {9})
+    assert oldest.tolist() == [8, 1, 7]
+    guests.drop(oldest[:2])
+    assert (guests.free, sorted(guests.keys.tolist())) == (2, [7, 9])
+
+
+def test_a_kernel_that_gave_up_does_not_free_what_is_still_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread was stopped for longer than the kernel's patience, and goes on afterwards."""
+    manager = FakeManager(4, 0)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, fill = FakeDevice(manager, box), service._fill
+    used: list[int] = []
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.8)  # without a beat
+        used.append(manager.warm.inbound.used)
+        fill(*arguments)
+
+    monkeypatch.setattr(service, "_fill", slow)
+    with (
+        pytest.raises(PageFaultError, match="had no answer"),
+        service.serving(manager.sequences),
+    ):
+        device.choose(0, [1, 2], 9)
+    assert used == [2] and not manager.warm.inbound.used
+    service.close()

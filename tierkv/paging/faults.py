@@ -1,0 +1,391 @@
+"""The host's side of page faults: a thread that brings the pages a captured step waits for.
+
+A captured step that chooses pages on disk waits for them on the GPU (`tierkv.kernels.fault`). While
+it runs, a thread answers: pages go from disk into guest frames, where they stay for as long as they
+are chosen, or pass through inbound frames if no guest frame is free; those are taken again when a
+later question shows that the fetch is over, because layers run in order. Between questions, and
+between steps, the thread reads pages that were nearly chosen. It never calls CUDA, which may be
+waiting for the kernel that waits for the thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tierkv.errors import PageFaultError, WarmBudgetError
+from tierkv.kernels.fault import Mailbox, Question
+from tierkv.paging.directory import NOWHERE
+from tierkv.paging.guests import Guests, Keys
+from tierkv.paging.sequences import Sequences
+from tierkv.tiers.frames import Frames
+
+if TYPE_CHECKING:
+    from tierkv.paging.manager import PageManager
+
+PATIENCE = 10.0
+"""Seconds without a beat of the thread after which a waiting kernel gives up."""
+POLL, IDLE_POLL, BEAT = 20e-6, 500e-6, 0.5
+"""Seconds between looks at the mailbox in a step, between steps, and beats in a long read."""
+TIMER_SLACK = 29
+"""Of Linux's prctl: by how many nanoseconds the sleeps of a thread may be prolonged."""
+FAULT_THREADS, AHEAD_THREADS = 2, 2
+"""Threads that read for a question, and ahead. A disk that gave 0.65 GB/s of pages of 64 KiB to two
+threads gave no more to 16, only later (H200 machine)."""
+AHEAD_PAGES = 2
+"""Nearly chosen pages that one thread reads in a row; a question may have to wait for as many."""
+MOST_WANTED = 4096
+"""Nearly chosen pages that wait for their turn; the latest come first."""
+ROOM_SHARE, LEAVING_SHARE = 16, 8
+"""One of so many guest frames is free when a step begins; one of so many is made free at once."""
+NO_KEYS: Keys = np.zeros(0, dtype=np.int64)
+
+
+class FaultService:
+    """Answers the questions of one manager's captured steps.
+
+    Attributes:
+        patience: see `PATIENCE`.
+        questions, awaited, seconds: questions answered, pages they waited for, and for how long.
+        ahead, ahead_failed: nearly chosen pages that were read, and that could not be.
+        left: guests that made room.
+
+    Args:
+        manager: has a store, and layers that select.
+
+    Raises:
+        WarmBudgetError: guest frames cannot be pinned.
+    """
+
+    patience = PATIENCE
+
+    def __init__(self, manager: PageManager, mailbox: Mailbox):
+        assert manager.selective is not None
+        self.mailbox = mailbox
+        self.questions = self.awaited = self.ahead = self.ahead_failed = self.left = 0
+        self.seconds = 0.0
+        self.guests = Guests(manager.warm.guests)
+        self._manager, self._state = manager, manager.selective
+        self._capacity = self._state.spec.max_pages
+        warm = manager.warm
+        self._used: Frames = np.arange(warm.homes.capacity, warm.num_frames)
+        warm.addresses(self._used)  # pinned now: no thread may do it in a step
+        self._copied = (-1, -1)  # what had been copied to and from these frames at the last look
+        self._lock = threading.Condition()  # guards all below
+        self._thread: threading.Thread | None = None
+        self._sequences: Sequences | None = None
+        self._serving = self._answering = self._noted = self._closed = False
+        self._error: Exception | None = None
+        self._wanted: deque[int] = deque()
+        self._reading: dict[int, Future[None]] = {}
+        self._arrived: list[int] = []  # read ahead, not yet known to the device
+        self._passing: Frames = NO_KEYS  # inbound frames of the latest answer
+        self._passed: list[Keys] = []  # pages of this step that went through inbound frames
+
+    @contextmanager
+    def serving(self, sequences: Sequences) -> Iterator[None]:
+        """Answer what the captured step that the block enqueues asks; return when it is over.
+
+        Raises:
+            ColdReadError, WarmBudgetError: a page could not be brought; the step has failed, its
+                results mean nothing, and the reuse cache is empty.
+            PageFaultError: the thread did not answer; likewise.
+        """
+        self._prepare()
+        with self._lock:
+            self._sequences, self._serving, self._error = sequences, True, None
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="tierkv-faults", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+        try:
+            yield
+        finally:
+            try:
+                self._tell_arrived()  # while the step runs; holds from the next one on
+                self._manager.transfer.finish()
+            finally:
+                with self._lock:
+                    self._serving = False
+                    while self._answering and self._thread.is_alive():  # the kernel gave up first
+                        self._lock.wait(BEAT)
+                self._settle()
+                failed = self.mailbox.failed
+                if failed:
+                    self._state.forget_frames()
+                    self.mailbox.reset()
+        if failed:
+            raise self._error or PageFaultError(
+                f"a captured step asked for pages on disk and had no answer for "
+                f"{self.patience:g} s: the thread that reads them has died or hangs; nothing was "
+                f"appended, and the next step starts another"
+            )
+        with self._lock:
+            self._noted = True
+            self._lock.notify_all()
+
+    def welcome(self, position: int) -> Frames | None:
+        """Take a guest frame in every layer for a page that is sealed; None if there are too few.
+
+        The caller, between steps, fills them and tells the device of them.
+        """
+        layers = len(self._state.addresses)
+        with self._lock:
+            if self.guests.free < layers:
+                return None
+            keys = np.arange(layers) * self._capacity + position
+            return self.guests.take(keys, self._state.steps)
+
+    def truncate(self, pages: int) -> None:
+        """Forget pages from position `pages` on. No step is running."""
+        with self._lock:
+            self._noted = False
+            self.mailbox.take_foreseen()
+            self._wanted.clear()
+            self._lock.wait_for(lambda: not self._reading)
+            keys = self.guests.keys
+            self.guests.drop(keys[keys % self._capacity >= pages])
+            self._arrived = [key for key in self._arrived if key in self.guests]
+
+    def report(self) -> dict[str, Any]:
+        """Return the counters as plain JSON types."""
+        return {
+            "questions": self.questions, "pages_awaited": self.awaited,
+            "seconds_awaited": self.seconds, "pages_ahead": self.ahead,
+            "pages_ahead_failed": self.ahead_failed, "pages_left": self.left,
+            "guests": len(self.guests.keys), "guest_frames": len(self.guests.frames),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        """End the thread and wait for its reads."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._lock.wait_for(lambda: not self._reading)
+
+    # -- between steps, on the caller's thread -----------------------------------------------
+
+    def _prepare(self) -> None:
+        """Make room for pages, and see that nothing else uses their frames."""
+        manager = self._manager
+        copied = manager.stats.hot_to_warm_bytes, manager.stats.warm_to_hot_bytes
+        if copied != self._copied:
+            manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
+            manager.transfer.wait_frames(self._used)
+            self._copied = copied
+        with self._lock:
+            if self.guests.free >= len(self.guests.frames) // ROOM_SHARE:
+                return
+            most = len(self.guests.frames) // LEAVING_SHARE
+            stays = {*self._reading, *self._arrived}
+            leaving = self.guests.oldest(most, self._last_chosen, stays)
+            self.guests.drop(leaving)
+            self.left += len(leaving)
+        self._tell(leaving, None)
+
+    def _tell_arrived(self) -> None:
+        """Tell the device of pages that were read ahead."""
+        with self._lock:
+            arrived, self._arrived = np.array(self._arrived, dtype=np.int64), []
+            frames = self.guests.find(arrived)
+        if len(arrived):
+            self._tell(arrived, frames)
+
+    def _settle(self) -> None:
+        """Make the device forget pages that only passed through."""
+        with self._lock:
+            passed, self._passed = self._passed, []
+            self._release_passing()
+        if passed:
+            self._tell(np.concatenate(passed), None)
+
+    def _tell(self, keys: Keys, frames: Frames | None) -> None:
+        """Write the addresses of pages to the device: those of frames, or none."""
+        addresses = np.zeros_like(keys) if frames is None else self._manager.warm.addresses(frames)
+        index, values = (
+            torch.from_numpy(part).to(self._state.device, non_blocking=True)  # copied on return
+            for part in (keys, addresses)
+        )
+        self._state.addresses.view(-1).index_put_((index,), values)
+
+    def _last_chosen(self, keys: Keys) -> Frames:
+        index = torch.from_numpy(keys).to(self._state.device)
+        return self.mailbox.last_chosen.view(-1)[index].cpu().numpy().astype(np.int64)
+
+    # -- on the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(TIMER_SLACK, 1000, 0, 0, 0)
+        while True:
+            with self._lock:
+                self._lock.wait_for(
+                    lambda: self._closed or self._serving or self._noted or self._wanted
+                )
+                if self._closed:
+                    return
+                serving, noted = self._serving, self._noted
+                self.mailbox.beat()
+                question = self.mailbox.question() if serving else None
+                self._answering = question is not None
+            if question is not None:
+                self._answer(question)
+            elif noted:
+                self._want()
+            elif not self._read_ahead():
+                time.sleep(POLL if serving else IDLE_POLL)
+
+    def _want(self) -> None:
+        """Have pages read ahead that the last step has nearly chosen."""
+        with self._lock:
+            if not self._noted:
+                return
+            self._noted = False
+            layers, pages = self.mailbox.take_foreseen()
+            assert self._sequences is not None
+            there = pages < self._sequences.blocks.shape[1]
+            keys = np.unique(layers[there] * self._capacity + pages[there]).tolist()
+            self._wanted.extend(key for key in keys if key not in self.guests)
+            while len(self._wanted) > MOST_WANTED:
+                self._wanted.popleft()
+
+    def _answer(self, question: Question) -> None:
+        start = time.perf_counter()
+        try:
+            addresses, rest = self._bring(question)
+        except Exception as error:  # whatever it is, the step that waits raises it
+            self._error = error
+            self.mailbox.refuse(question)
+        else:
+            self.mailbox.answer(question, addresses, rest)
+        with self._lock:
+            self._answering = False
+            self.questions += 1
+            self.seconds += time.perf_counter() - start
+            self._lock.notify_all()
+
+    def _bring(self, question: Question) -> tuple[Frames, int]:
+        """Bring the pages of a question into frames, as many as there is room for.
+
+        Returns their addresses, ``[n]`` as asked, and how many different pages are left.
+        """
+        pages, places = np.unique(question.pages, return_inverse=True)
+        keys = question.layer * self._capacity + pages
+        asked = keys.tolist()
+        with self._lock:
+            while not self._lock.wait_for(lambda: self._reading.keys().isdisjoint(asked), BEAT):
+                self.mailbox.beat()
+            self._release_passing()  # what used those has been fetched
+            here = self.guests.find(keys)
+            over = np.isin(keys, np.concatenate(self._passed or [NO_KEYS]))
+            new = np.flatnonzero((here == NOWHERE) & ~over)
+            kept = self.guests.take(keys[new], self._state.steps)
+            with self._manager.tiers.changed:
+                inbound = self._manager.warm.inbound
+                passing = inbound.take(min(len(new) - len(kept), inbound.free))
+            self._passing = passing
+            coming = new[: len(kept) + len(passing)]
+            self._passed.append(keys[coming[len(kept) :]])
+        if len(new) and not len(coming):
+            raise WarmBudgetError(f"{len(new)} pages from disk find no room; raise cpu_budget")
+        here[coming] = np.concatenate([kept, passing])
+        try:
+            if len(coming):  # or all were read ahead, and the device does not know yet
+                self._fill(question.layer, pages[coming], here[coming])
+        except BaseException:
+            with self._lock:
+                self.guests.drop(keys[coming[: len(kept)]])
+            raise
+        self.awaited += len(coming)  # by this thread only
+        addresses = np.zeros_like(keys)
+        there = here != NOWHERE
+        addresses[there] = self._manager.warm.addresses(here[there])
+        return addresses[places], len(new) - len(coming)
+
+    def _fill(self, layer: int, positions: Keys, frames: Frames) -> None:
+        """Read pages of one layer into frames; those on their way to disk are still in memory."""
+        manager, sequences = self._manager, self._sequences
+        assert sequences is not None and manager.cold is not None
+        blocks, layer = sequences.blocks[0, positions], layer + self._state.spec.dense_layers
+        with manager.tiers.changed:
+            warm = manager.directory.warm[blocks, layer]
+            for at in np.flatnonzero(warm != NOWHERE).tolist():
+                source, target = int(warm[at]), int(frames[at])
+                manager.warm.payload(target)[:] = manager.warm.payload(source)
+        absent = np.flatnonzero(warm == NOWHERE)
+        names = [manager.tiers.key(block, layer) for block in blocks[absent].tolist()]
+        share = -(-len(names) // FAULT_THREADS)
+        reads = manager.transfer.read_cold(names, frames[absent], settled=True, share=share)
+        self._wait(reads)
+        for read in reads:
+            read.result()
+        with self._lock:
+            manager.stats.cold_to_warm_bytes += len(names) * manager.cold.frame_bytes
+
+    def _wait(self, reads: list[Future[None]]) -> None:
+        """Wait for reads, and beat meanwhile."""
+        while wait(reads, timeout=BEAT).not_done:
+            self.mailbox.beat()
+
+    def _release_passing(self) -> None:
+        """Free the inbound frames of the latest answer. Lock held."""
+        if len(self._passing):
+            with self._manager.tiers.changed:
+                self._manager.warm.inbound.give(self._passing)
+                self._manager.tiers.changed.notify_all()
+            self._passing = NO_KEYS
+
+    def _read_ahead(self) -> bool:
+        """Start reading a few nearly chosen pages, if few reads are under way; say if it did."""
+        manager, sequences = self._manager, self._sequences
+        assert sequences is not None and manager.cold is not None
+        with self._lock:
+            if not self._wanted or len(set(self._reading.values())) >= AHEAD_THREADS:
+                return False
+            if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
+                self._wanted.clear()  # the next step begins with room again
+                return False
+            wanted = [self._wanted.pop() for _ in range(min(AHEAD_PAGES, len(self._wanted)))]
+            new = {key for key in wanted if key not in self.guests}
+            keys = np.array(sorted(new), dtype=np.int64)
+            layers, positions = np.divmod(keys, self._capacity)
+            layers, blocks = layers + self._state.spec.dense_layers, sequences.blocks[0, positions]
+            cold = manager.directory.cold[blocks, layers]
+            keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
+            if not len(keys):
+                return True
+            frames = self.guests.take(keys, self._state.steps)
+            named = zip(blocks.tolist(), layers.tolist(), strict=True)
+            names = [manager.tiers.key(block, layer) for block, layer in named]
+            (read,) = manager.transfer.read_cold(names, frames, settled=True, share=len(names))
+            self._reading.update(dict.fromkeys(keys.tolist(), read))
+        read.add_done_callback(lambda done: self._has_read(keys, done))
+        return True
+
+    def _has_read(self, keys: Keys, read: Future[None]) -> None:
+        manager = self._manager
+        assert manager.cold is not None
+        with self._lock:
+            for key in keys.tolist():
+                del self._reading[key]
+            self._lock.notify_all()
+            if read.cancelled() or read.exception() is not None:  # who needs them asks again
+                self.guests.drop(keys)
+                self.ahead_failed += len(keys)
+                return
+            self._arrived.extend(keys.tolist())
+            self.ahead += len(keys)
+            manager.stats.cold_to_warm_bytes += len(keys) * manager.cold.frame_bytes

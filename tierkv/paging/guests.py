@@ -1,0 +1,82 @@
+"""Copies of pages on disk in warm memory, for as long as they are chosen: bookkeeping only.
+
+A guest's page is on disk as well, so that leaving is a drop. In selective mode recency decides who
+leaves. A page is named by one number, its key: ``layer * capacity + position``, the layer counted
+among those that select.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tierkv.paging.directory import NOWHERE
+from tierkv.tiers.frames import Frames
+
+Keys = Frames
+"""``[n]`` int64; see above."""
+
+
+class Guests:
+    """Which page is in which guest frame. The caller holds a lock around every method.
+
+    Args:
+        frames: ``[n]``, the frames there are.
+    """
+
+    def __init__(self, frames: Frames):
+        self.frames = frames
+        self._keys = np.full(len(frames), NOWHERE, dtype=np.int64)
+        self._since = np.zeros(len(frames), dtype=np.int64)
+        self._slot: dict[int, int] = {}
+        self._free = list(range(len(frames)))[::-1]
+
+    @property
+    def free(self) -> int:
+        """Frames without a page."""
+        return len(self._free)
+
+    @property
+    def keys(self) -> Keys:
+        """All pages here."""
+        return self._keys[self._keys != NOWHERE]
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._slot
+
+    def find(self, keys: Keys) -> Frames:
+        """Return the frame of each page, `NOWHERE` for those that are not here."""
+        slots = [self._slot.get(key, NOWHERE) for key in keys.tolist()]
+        return np.array([NOWHERE if s == NOWHERE else self.frames[s] for s in slots], np.int64)
+
+    def take(self, keys: Keys, step: int) -> Frames:
+        """Give frames to pages that are not here, as many as are free; return those.
+
+        step: counts as a step in which the pages were chosen.
+        """
+        slots = [self._free.pop() for _ in range(min(len(keys), len(self._free)))]
+        for key, slot in zip(keys.tolist(), slots, strict=False):
+            self._slot[key], self._keys[slot], self._since[slot] = slot, key, step
+        return self.frames[slots]
+
+    def drop(self, keys: Keys) -> None:
+        """Free the frames of pages, those that are here."""
+        for key in keys.tolist():
+            slot = self._slot.pop(key, NOWHERE)
+            if slot != NOWHERE:
+                self._keys[slot] = NOWHERE
+                self._free.append(slot)
+
+    def oldest(self, count: int, last_chosen: Callable[[Keys], Frames], stays: set[int]) -> Keys:
+        """Return the pages, up to `count`, that were not chosen for longest.
+
+        Args:
+            last_chosen: returns the step in which each page was last chosen.
+            stays: pages that are left out.
+        """
+        slots = np.flatnonzero(self._keys != NOWHERE)
+        slots = slots[[key not in stays for key in self._keys[slots].tolist()]]
+        keys = self._keys[slots]
+        when = np.maximum(last_chosen(keys), self._since[slots])
+        return keys[np.argsort(when, kind="stable")[:count]]

@@ -24,7 +24,6 @@ from decode_kernel import copy_bandwidth, time_calls
 from select_kernels import Row, link_bandwidth
 
 from tierkv.codecs import CODECS, encoded_bytes
-from tierkv.codecs.affine import Affine
 from tierkv.kernels import codec as kernels
 from tierkv.kernels import gather
 from tierkv.kernels.build import available
@@ -34,7 +33,7 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.frame_format import FrameFormat
 
 GEOMETRY = Geometry(1, 8, 128, 128, torch.bfloat16)
-NAMES = [name for name, codec in CODECS.items() if isinstance(codec, Affine)]
+NAMES = [name for name in CODECS if name != "raw"]
 
 
 def main() -> None:
@@ -92,7 +91,8 @@ def every_row(name: str, arguments: Any, device: torch.device) -> Iterator[Row]:
         work.frames[head] = torch.randperm(count, device=device)[:budget]
     work.counts.fill_(budget)
     fetched = budget * size
-    if not isinstance(codec, Affine):
+    form = codec.layout(GEOMETRY)
+    if form is None:
         for blocks in arguments.blocks:
             what = f"{blocks} blocks"
             up = gather.prepare(addresses, pages, blocks=blocks)
@@ -102,7 +102,6 @@ def every_row(name: str, arguments: Any, device: torch.device) -> Iterator[Row]:
             fetch = gather.prepare_fetch(addresses, work, pages, blocks=blocks)
             yield "fetch", what, fetched, "to device", [fetch.run]
         return
-    form = codec.layout(GEOMETRY)
     check(layout, host, arena)
     for blocks in arguments.blocks:
         what = f"{blocks} blocks"

@@ -2,8 +2,9 @@
 
 Regime: the keys and values of a text in bfloat16, one page at a time, one thread, as `raw+zstd`
 packs them for the disk; speeds are per second of processor time. The ceiling of the ratio is what
-the entropy of the exponents allows, with signs and mantissas kept whole. The last line of stdout is
-one JSON object.
+the entropy of the exponents allows, with signs and mantissas kept whole. Then the same pages as the
+other codecs encode them, whole pages under zstd: what packing them too would gain. The last line of
+stdout is one JSON object.
 
     python benchmarks/lossless.py --model smollm2 --tokens 1024
 """
@@ -15,12 +16,16 @@ import importlib.resources
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import zstandard
 
+from tierkv.codecs import CODECS, encoded_bytes
 from tierkv.codecs.lossless import Lossless
 from tierkv.hf import loading
+from tierkv.page import Geometry
 
 PAGE_TOKENS = 32
 
@@ -68,9 +73,10 @@ def main() -> None:
         )
     mean = {key: float(np.mean([row[key] for row in rows])) for key in rows[0] if key != "layer"}
     print(" mean", *(f"{key} {value:.3f}" for key, value in mean.items()))
-    print(
-        json.dumps({"model": arguments.model, "tokens": ids.shape[1], "mean": mean, "rows": rows})
-    )
+    encoded = {name: zstd_ratio(layers, name, arguments.level) for name in CODECS if name != "raw"}
+    print("encoded pages under zstd:", *(f"{name} {row:.3f}" for name, row in encoded.items()))
+    report = {"model": arguments.model, "tokens": ids.shape[1], "mean": mean, "encoded": encoded}
+    print(json.dumps(report | {"rows": rows}))
 
 
 def pages_of(k: torch.Tensor, v: torch.Tensor) -> list[np.ndarray]:
@@ -82,6 +88,21 @@ def pages_of(k: torch.Tensor, v: torch.Tensor) -> list[np.ndarray]:
     ]
     frames = torch.cat(parts, dim=2).transpose(0, 1).contiguous().view(torch.uint8)
     return [frame.reshape(-1).numpy() for frame in frames]
+
+
+def zstd_ratio(layers: list[Any], name: str, level: int) -> float:
+    """Return how many times smaller zstd makes whole pages that a codec has encoded."""
+    compressor, before, after = zstandard.ZstdCompressor(level=level), 0, 0
+    for layer in layers:
+        k, v = (x[0].to(torch.bfloat16) for x in (layer.keys, layer.values))
+        geometry = Geometry(1, len(k), k.shape[2], v.shape[2], torch.bfloat16, PAGE_TOKENS)
+        count = k.shape[1] // PAGE_TOKENS
+        pages = [x[:, : count * PAGE_TOKENS].unflatten(1, (count, PAGE_TOKENS)) for x in (k, v)]
+        frames = torch.zeros(count, encoded_bytes(CODECS[name], geometry), dtype=torch.uint8)
+        CODECS[name].encode(geometry, *pages, frames)
+        before += frames.numel()
+        after += sum(len(compressor.compress(frame.tobytes())) for frame in frames.numpy())
+    return before / after
 
 
 def exponent_bits(pages: list[np.ndarray]) -> float:

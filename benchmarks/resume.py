@@ -8,8 +8,9 @@ hot        its pages are in GPU memory: the prefix cache of the same process
 warm       they are in pinned host memory, and come up first
 cold       they are on disk, in a store opened anew, the page cache dropped: a saved context
 
-Ceiling of the cold row: raw O_DIRECT reads of as many bytes in the same directory, measured right
-before. Break-even is the length from which reading from disk is faster than computing. Wrapping
+Ceiling of the cold row: raw O_DIRECT reads of the same files, of as many bytes, by as many threads
+in calls of the same size, right before each cold run; medians on both sides, because disks are
+noisy. Break-even is the length from which reading from disk is faster than computing. Wrapping
 the model (taking GPU memory) is not timed. The last line of stdout is one JSON object.
 
     python benchmarks/resume.py --shape llama-3.2-1b --tokens 128K --store DIR
@@ -30,11 +31,12 @@ from typing import Any
 import torch
 
 import tierkv
-from tierkv.bench import ceiling, memory
+from tierkv.bench import memory
 from tierkv.cli_bench import contexts
-from tierkv.config import DTYPES
+from tierkv.config import DTYPES, Config
 from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
+from tierkv.tiers import disk_speed
 
 QUESTION_TOKENS = 16
 SHORT_TOKENS = 512
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="128K")
     parser.add_argument("--store", required=True, help="directory; what it holds is kept")
     parser.add_argument("--page-tokens", type=int, default=32)
-    parser.add_argument("--io-threads", type=int, default=4)
+    parser.add_argument("--io-threads", type=int, default=Config().io_threads)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each tier; median counts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=[d for d in DTYPES if d != "auto"])
@@ -61,8 +63,9 @@ def main() -> None:
         run.recompute(model)
         run.save(model)
         run.hot_and_warm(model)
-    run.raw, direct = ceiling.disk_bandwidth(Path(arguments.store), run.kv_bytes)
-    run.cold()
+        assert model.manager.cold is not None
+        direct = model.manager.cold.direct_io
+    run.cold(direct)
     run.print(direct)
 
 
@@ -88,7 +91,8 @@ class Run:
         self.opened: list[float] = []
         self.answers: dict[str, int] = {}
         self.curve: list[tuple[int, float]] = [(0, 0.0)]
-        self.raw = self.save_seconds = 0.0
+        self.raw: list[float] = []
+        self.save_seconds = 0.0
         self.short: list[float] = []
 
     def wrap(self) -> tierkv.TieredModel:
@@ -151,7 +155,18 @@ class Run:
         for row in ("hot", "warm"):
             assert now[row] - before[row] >= self.arguments.repeats * pages, f"not all was {row}"
 
-    def cold(self) -> None:
+    def measure_raw(self, model: Any, direct: bool) -> None:
+        """Read the files that hold the document, as a resume does but for what is done with it."""
+        frame, threads = model.manager.cold.frame_bytes, self.arguments.io_threads
+        call = max(1, model.manager.placement.staging_pages // threads) * frame
+        paths = sorted((Path(self.arguments.store) / "extents").glob(f"{frame}-*.kv"))
+        self.raw.append(
+            disk_speed.read_bandwidth(
+                paths, self.kv_bytes, direct=direct, threads=threads, call_bytes=call
+            )
+        )
+
+    def cold(self, direct: bool) -> None:
         """Open the saved document in a store opened anew."""
         for _ in range(self.arguments.repeats):
             with self.wrap() as model:
@@ -159,6 +174,7 @@ class Run:
                 model.open("resume-short").close()
                 self.short.append(time.perf_counter() - start)
             with self.wrap() as model:
+                self.measure_raw(model, direct)
                 drop_page_cache(Path(self.arguments.store))
                 start = time.perf_counter()
                 context = model.open(self.name)
@@ -185,7 +201,7 @@ class Run:
     def print(self, direct: bool) -> None:
         """Print the table and the JSON line."""
         times = {row: statistics.median(seconds) for row, seconds in self.seconds.items()}
-        rate = self.kv_bytes / statistics.median(self.opened)
+        rate, raw = self.kv_bytes / statistics.median(self.opened), statistics.median(self.raw)
         overhead = statistics.median(self.short)
         length = self.break_even(overhead, rate)
         cuda = self.device.type == "cuda"
@@ -197,8 +213,8 @@ class Run:
         for row, seconds in times.items():
             print(f"{row:>10} {seconds:10.3f} s {times['recompute'] / seconds:8.1f}x")
         how = "O_DIRECT" if direct else "buffered"
-        print(f"reading back {rate / 1e9:.2f} GB/s, raw {how} {self.raw / 1e9:.2f} GB/s: "
-              f"{rate / self.raw:.0%}; saving took {self.save_seconds:.2f} s; opening "
+        print(f"reading back {rate / 1e9:.2f} GB/s, raw {how} {raw / 1e9:.2f} GB/s: "
+              f"{rate / raw:.0%}; saving took {self.save_seconds:.2f} s; opening "
               f"{SHORT_TOKENS} tokens {1e3 * overhead:.1f} ms")  # fmt: skip
         print("break-even: " + ("recomputing is always faster" if length is None
                                 else f"{length:,.0f} tokens"))  # fmt: skip
@@ -208,7 +224,8 @@ class Run:
             "machine": machine, "torch": torch.__version__, "settings": vars(self.arguments),
             "tokens": self.tokens, "kv_bytes": self.kv_bytes, "ttft_seconds": times,
             "open_seconds": self.opened, "read_bytes_per_second": rate,
-            "raw_bytes_per_second": self.raw, "direct_io": direct, "share_of_raw": rate / self.raw,
+            "raw_bytes_per_second": raw, "raw_runs": self.raw, "direct_io": direct,
+            "share_of_raw": rate / raw,
             "save_seconds": self.save_seconds, "overhead_seconds": overhead,
             "break_even_tokens": length, "recompute_curve": self.curve, "same_first_token": same,
         }  # fmt: skip
@@ -220,8 +237,7 @@ def drop_page_cache(store: Path) -> None:
     for path in (store / "extents").iterdir():
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            disk_speed.drop_cached(fd)
         finally:
             os.close(fd)
 

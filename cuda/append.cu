@@ -1,5 +1,5 @@
 // Put a new token of each sequence where the attention of its step reads it: K and V into a token
-// slot of a layer, and queries, which prepared launches look for in one place, into dense rows there.
+// slot of a layer, and queries into dense rows in the one place where prepared launches read them.
 //
 // One warp a row, of whole 16 bytes; all strides are in chunks of 16 bytes.
 #include "ptx.cuh"

@@ -26,6 +26,19 @@ DEVICE uint4 load_streaming(const void* from) {
     return value;
 }
 
+// The same of 2, 4 or 8 bytes, as words; the upper half of a word of 2 bytes is 0.
+template <int BYTES>
+DEVICE void load_streaming(unsigned (&words)[(BYTES + 3) / 4], const void* from) {
+    if constexpr (BYTES == 8)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+    else if constexpr (BYTES == 4)
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+    else
+        asm volatile("{ .reg .u16 half; ld.global.nc.L1::no_allocate.u16 half, [%1];"
+                     " cvt.u32.u16 %0, half; }" : "=r"(words[0]) : "l"(from));
+}
+
 // Load 16 bytes of shared memory here, not earlier: they are not to occupy registers until then.
 DEVICE uint4 load_shared(const void* from) {
     uint4 value;
@@ -127,6 +140,67 @@ DEVICE unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
 // Bytes 0 and 1 of a word (or 2 and 3, if `upper` is 1), each added to 1024, as a pair of fp16.
 DEVICE unsigned bytes_above_1024(unsigned word, int upper) {
     return __byte_perm(word, 0x64646464u, upper ? 0x4342 : 0x4140);
+}
+
+// The lesser of two floats or of two pairs of 16-bit numbers; NaN if one of them is.
+template <int DATA_TYPE>
+DEVICE unsigned min_words(unsigned a, unsigned b) {
+    unsigned least;
+    if constexpr (DATA_TYPE == DTYPE_F32)
+        asm("min.NaN.f32 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    else if constexpr (DATA_TYPE == DTYPE_BF16)
+        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    else
+        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    return least;
+}
+
+// The greater, likewise.
+template <int DATA_TYPE>
+DEVICE unsigned max_words(unsigned a, unsigned b) {
+    unsigned most;
+    if constexpr (DATA_TYPE == DTYPE_F32)
+        asm("max.NaN.f32 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else if constexpr (DATA_TYPE == DTYPE_BF16)
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
+}
+
+// The product, rounded: never one step with an addition that follows.
+DEVICE float multiply(float a, float b) {
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
+
+// a * b + c, rounded once.
+DEVICE float multiply_add(float a, float b, float c) {
+    float sum;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
+    return sum;
+}
+
+// 1 / x within one unit in the last place.
+DEVICE float reciprocal_fast(float x) {
+    float result;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Round to the nearest integer, halves to even; 0 for what is negative or NaN.
+DEVICE unsigned round_to_unsigned(float x) {
+    unsigned result;
+    asm("cvt.rni.u32.f32 %0, %1;" : "=r"(result) : "f"(x));
+    return result;
+}
+
+// Round two floats to e4m3, at most 448; `low` comes first in memory. Needs sm_89.
+DEVICE unsigned pack_e4m3(float low, float high) {
+    unsigned short packed;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+    return packed;
 }
 
 // Sum over the warp, for every lane.

@@ -1,4 +1,5 @@
-// Score the pages of a sequence by what `tierkv.selection.cuboid8` keeps: q . centre + |q| . radius.
+// Score the pages of a sequence by what `tierkv.selection.cuboid8` keeps: q . centre + |q| .
+// radius.
 //
 // Of eight channels 16 bytes: 8 centres above -128 and 8 radii of 7 bits, in steps that are powers
 // of two; the highest bits of the radii are the exponents, four bits each, above LEAST_EXPONENT.
@@ -46,8 +47,8 @@ struct Query {
                     centre += q * (stored - 128);
                     radius += fabsf(q) * (radii[j / 4] >> j % 4 * 8 & 127);
                 }
-                value[i] += ldexpf(centre, LEAST_EXPONENT + (exponents & 15)) +
-                            ldexpf(radius, LEAST_EXPONENT + (exponents >> 4));
+                value[i] += ldexpf(centre, LEAST_EXPONENT + static_cast<int>(exponents & 15)) +
+                            ldexpf(radius, LEAST_EXPONENT + static_cast<int>(exponents >> 4));
             }
         }
     }
@@ -119,9 +120,10 @@ struct Query {
                 if (HALVES == 2) high = load_shared(&operands[step][part][HALVES - 1][lane]);
                 const unsigned first[4] = {low.x, high.x, low.y, high.y};
                 const unsigned second[4] = {low.z, high.z, low.w, high.w};
+                constexpr unsigned LOW = 0x7f7f7f7fu;
                 const uint4 keys =
                     part == 0 ? expand(four.x, four.y, exponents & 15, 128)
-                              : expand(four.z & 0x7f7f7f7fu, four.w & 0x7f7f7f7fu, exponents >> 4, 0);
+                              : expand(four.z & LOW, four.w & LOW, exponents >> 4, 0);
                 multiply_add<DTYPE_F16>(sums[part], first, keys.x, keys.y);
                 multiply_add<DTYPE_F16>(sums[part], second, keys.z, keys.w);
             }

@@ -3,10 +3,10 @@
 // One block per KV head does everything, so nothing has to wait for another block, and every
 // result is the same at every run: equal keys are taken in order of their index.
 //
-// Of many keys few can be among the largest `want`: a thread that has seen some of them knows their
-// maximum, and no key below the want-th largest of these maxima is. So threads look at all keys once
-// for their maximum, those whose maximum reaches that bound look at theirs again to mark what can be
-// chosen, and only what is marked is searched.
+// Of many keys few can be among the largest `want`: a thread that has seen some of them knows
+// their maximum, and no key below the want-th largest of these maxima is. So threads look at all
+// keys once for their maximum, those whose maximum reaches that bound look at theirs again to mark
+// what can be chosen, and only what is marked is searched.
 //
 // -D: THREADS.
 #include "ptx.cuh"
@@ -256,17 +256,17 @@ constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 // -> selected [budget], ascending, -1 past chosen_count.
 //
 // Plan: a chosen page that has a frame (where[page] >= 0) is a hit and keeps it. Else, if
-// addresses[page] is 0, it is missing: it is reported and, unless `waits`, not attended to. Else, or
-// if `waits`, it is a miss and gets a slot of those that hold no chosen page: empty ones first, then
-// those of the oldest stamp; of equal ones those of lower index. The i-th miss gets the i-th such
-// slot, both in ascending order; the page that was there loses its frame. Slot s is frame
+// addresses[page] is 0, it is missing: it is reported and, unless `waits`, not attended to. Else,
+// or if `waits`, it is a miss and gets a slot of those that hold no chosen page: empty ones first,
+// then those of the oldest stamp; of equal ones those of lower index. The i-th miss gets the i-th
+// such slot, both in ascending order; the page that was there loses its frame. Slot s is frame
 // first_frame + s, held[s] its page or -1, stamp[s] the step (read from *step) at which that page
 // was last chosen. Frames that are no slots are the caller's: never evicted.
 // -> table [table_offset ..]: the frames of hits and misses, ascending by page; count: how many;
 //    tokens: (table_offset + count) * page_tokens; fetch_pages, fetch_frames, fetch_count: the
 //    misses; missing, missing_count; stats [4] += hits, misses that are not missing, missing, and
-//    hits in slots stamped *step already. If `last_tokens` is not null, the table ends with one more
-//    frame, `last_frame`, and tokens counts *last_tokens more; `count` leaves it out.
+//    hits in slots stamped *step already. If `last_tokens` is not null, the table ends with one
+//    more frame, `last_frame`, and tokens counts *last_tokens more; `count` leaves it out.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed, int first,
              int recent, int cached, int listed, int budget, unsigned long long share,
@@ -403,7 +403,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
             return frames[i] == MISS ? 1 : 3;
         },
         [&](int i, int kind, Sum before) {
-            const int place = i - static_cast<int>(before.mass);  // the table leaves out the missing
+            const int place = i - static_cast<int>(before.mass);  // the table has none missing
             if (kind == 3) table[place] = frames[i];
             if (kind == 2) missing[before.mass] = pages[i];
             if (kind == 1) {

@@ -344,7 +344,7 @@ def test_config_show(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert lines["gpu_budget"].split("  ")[0] == "48 MiB"
     assert lines["gpu_budget"].endswith(demo)
     assert lines["top_p"].split() == ["0.5", "--top-p"]
-    assert lines["io_threads"].split() == ["4", "default"]
+    assert lines["io_threads"].split() == ["8", "default"]
 
 
 def test_config_show_tells_about_paths_and_mistakes(

@@ -95,6 +95,7 @@ class TieredModel:
                 layout,
                 config.codecs.zstd_level,
                 threads=config.io_threads,
+                always=config.codecs.always_zstd,
                 disk_budget=config.disk_budget,
                 free_floor=config.disk_floor,
                 writes_per_day=config.disk_writes_per_day,
@@ -109,6 +110,7 @@ class TieredModel:
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
                 codec=codec,
+                residual_tokens=config.residual_tokens,
                 salt=config.salt,
                 prefix_cache=config.prefix_cache,
             )

@@ -54,6 +54,7 @@ _HELP = {
     "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
     "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
+    "residual_tokens": ("N", "last tokens that are not encoded: their pages stay hot"),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; by default where it can be done"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
     "compile": ("", "run the model's layers through torch.compile in replayed steps"),
@@ -148,7 +149,7 @@ def add_eval_flags(parser: argparse.ArgumentParser) -> None:
     add("--budgets", default="256,512,1024", metavar="N,N",
         help="token budgets per KV head (default: 256,512,1024)")  # fmt: skip
     for name in ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk",
-                 "sink_tokens", "recent_tokens", "dense_layers"):  # fmt: skip
+                 "sink_tokens", "recent_tokens", "dense_layers", "residual_tokens"):  # fmt: skip
         metavar, text = _HELP[name]
         kind = int if metavar == "N" else str
         add(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -30,7 +30,7 @@ TOKENS = 4096
 QUESTION_TOKENS = 64
 """Room for a needle's question and answer."""
 TIERS = ("gpu_budget", "cpu_budget", "store", "page_tokens", "prefill_chunk", "sink_tokens",
-         "recent_tokens", "dense_layers")  # fmt: skip
+         "recent_tokens", "dense_layers", "residual_tokens")  # fmt: skip
 """Flags that are settings of `tierkv.wrap`."""
 
 

@@ -20,6 +20,7 @@ from tierkv.hf.fingerprint import fingerprint
 from tierkv.hf.geometry import model_geometry, stores_latents
 from tierkv.paging.explain import Explanation, Prompt, explain
 from tierkv.paging.keys import Tokens, root_key
+from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.packed import stored_codec
 
@@ -42,8 +43,8 @@ def explain_store(args: argparse.Namespace, settings: Settings) -> int:
     loading.quiet()
     with loading_note(run.model):
         hf_model, tokenizer = loading.load_model(run.model, device="cpu", dtype=run.dtype)
-    prompt = _prompt(hf_model, tokenizer, text, settings)
     with opened(args) as cold:
+        prompt = _prompt(hf_model, tokenizer, text, settings, cold)
         found = explain(cold, prompt)
     report = _report(found, prompt, tokenizer)
     if args.json:
@@ -53,7 +54,9 @@ def explain_store(args: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def _prompt(hf_model: Any, tokenizer: Any, text: str, settings: Settings) -> Prompt:
+def _prompt(
+    hf_model: Any, tokenizer: Any, text: str, settings: Settings, cold: ColdStore
+) -> Prompt:
     former = attach(hf_model)
     try:
         geometry = model_geometry(
@@ -65,7 +68,7 @@ def _prompt(hf_model: Any, tokenizer: Any, text: str, settings: Settings) -> Pro
             raise UnsupportedModelError(f"{type(hf_model).__name__} keeps nothing in pages")
         codecs = settings.tiers.codecs
         layout = FrameFormat(geometry, CODECS[codecs.warm])
-        codec = stored_codec(layout, codecs.zstd_level)
+        codec = stored_codec(layout, codecs.zstd_level, cold, always=codecs.always_zstd)
         root = root_key(fingerprint(hf_model), geometry, settings.tiers.salt, codec=codec)
     finally:
         detach(hf_model, former)

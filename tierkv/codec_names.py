@@ -26,12 +26,18 @@ class TierCodecs(NamedTuple):
         _, packed, level = self.cold.partition("+zstd")
         return int(level.removeprefix(":") or 1) if packed else None
 
+    @property
+    def always_zstd(self) -> bool:
+        """Whether pages are packed even if the disk is faster: the level is named."""
+        return ":" in self.cold
+
 
 def parse_codecs(value: Any) -> TierCodecs:
     """Return the codecs of ``int8``, of ``warm=raw,cold=raw+zstd``, or of such a mapping.
 
     One name alone is for warm and cold. A tier not named has raw pages, and cold what warm has.
-    ``raw+zstd`` packs raw pages on disk without loss; ``raw+zstd:3`` says the level.
+    ``raw+zstd`` packs raw pages on disk without loss, if the disk is not faster than that;
+    ``raw+zstd:3`` says the level and packs them always.
 
     Raises:
         ConfigError: names the setting, the value and what is possible.

@@ -85,7 +85,11 @@ class Config:
         codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
-            in memory and packs them on disk, without loss.
+            in memory and packs them on disk, without loss, unless the disk is found faster than
+            that when the store is made; ``raw+zstd:1``, with a level of zstd, packs always.
+        residual_tokens: last tokens of each sequence that stay as they were computed where pages
+            are encoded: their pages stay hot, which takes as many frames of every exact layer. In
+            layers that select, `recent_tokens` stay so.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can;
             True also warns where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
@@ -108,7 +112,7 @@ class Config:
     prefill_chunk: int = 0
     disk_floor: int = parse_bytes("1GiB")
     disk_writes_per_day: int | None = None
-    io_threads: int = 4
+    io_threads: int = 8
     attention: str = "exact"
     selector: str = "cuboid"
     token_budget: int = 4096
@@ -120,6 +124,7 @@ class Config:
     reuse: float = 2.0
     max_context: int = 0
     codec: str = "raw"
+    residual_tokens: int = 0
     salt: str = ""
     cuda_graph: bool | None = None
     look_ahead: int = 0
@@ -150,7 +155,7 @@ class Config:
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
         _check_int("token_budget", self.token_budget, self.page_tokens, 1 << 24)
-        for name in ("sink_tokens", "recent_tokens", "max_context"):
+        for name in ("sink_tokens", "recent_tokens", "residual_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
         codecs = parse_codecs(self.codec)
@@ -164,11 +169,6 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
         _check_int("look_ahead", self.look_ahead, 0, 8)
-        if self.prefix_cache and self.attention == "selective":
-            raise ConfigError(
-                "prefix_cache cannot be combined with attention='selective', which keeps "
-                "summaries of one context only"
-            )
         _check_number("reuse", self.reuse)
         if self.reuse < 1:
             raise ConfigError(f"reuse must be at least 1, got {self.reuse}")

@@ -104,3 +104,22 @@ def test_a_step_without_an_answer_fails_and_can_be_repeated(
 
 def unreadable(keys: Any, buffers: Any) -> None:
     raise ColdReadError("made up")
+
+
+@pytest.mark.usefixtures("captured")
+def test_captured_contexts_take_turns(tmp_path: Path) -> None:
+    """A context and its fork, each with a graph of its own; guests are of whose turn it is."""
+    ids, wanted = prompt(), given(tmp_path, 4)
+    want = logits("llama", ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        first = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], first)
+        second = first.fork()
+        graphs = [DecodeGraph(model("llama"), cache, 400) for cache in (first, second)]
+        got: list[list[torch.Tensor]] = [[], []]
+        for length in range(ids.shape[1] - NEW + 1, ids.shape[1] + 1):
+            for cache, graph, steps in zip((first, second), graphs, got, strict=True):
+                steps += stepped(wrapped, cache, ids[:, :length], graph)
+        assert wrapped.manager.selective.turns == 2 * NEW - 1
+    for steps in got:
+        torch.testing.assert_close(torch.stack(steps), want, rtol=2e-4, atol=2e-4)

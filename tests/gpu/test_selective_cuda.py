@@ -141,3 +141,29 @@ def deep() -> Any:
         initializer_range=0.2, max_position_embeddings=4096,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().cuda()
+
+
+@pytest.mark.parametrize("way", ["prefix cache", "saved context"])
+@pytest.mark.filterwarnings("ignore:decoding without a CUDA graph")
+def test_pages_that_were_there_already_are_chosen_alike(way: str, tmp_path: Path) -> None:
+    """Captured steps of a context that begins with known pages, some of them still on the GPU."""
+    ids = torch.randint(3, 199, (1, 700), generator=torch.Generator().manual_seed(0)).cuda()
+    given = settings("warm", "llama", tmp_path) | {"token_budget": 96, "max_context": 2048}
+    given |= {"gpu_budget": "64MiB"}
+    new: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    with tierkv.wrap(wide("llama"), **given) as wrapped:
+        want = wrapped.generate(ids, **new)[0, 700:].tolist()
+    if way == "prefix cache":
+        with tierkv.wrap(wide("llama"), prefix_cache=True, **given) as wrapped:
+            for _ in range(2):
+                assert wrapped.generate(ids, **new)[0, 700:].tolist() == want
+            assert wrapped.stats()["prefix"]["reused_tokens"] == 699
+        return
+    store: dict[str, Any] = {"store": str(tmp_path / "store"), "disk_floor": "1MiB"}
+    with tierkv.wrap(wide("llama"), **given, **store) as wrapped, wrapped.open("book") as context:
+        context.append(ids)
+        context.save()
+    with tierkv.wrap(wide("llama"), **given, **store) as wrapped, wrapped.open("book") as context:
+        assert context.restored_tokens == 700
+        assert context.generate(**new)[0].tolist() == want
+        assert context.cache.graph.replays > 30

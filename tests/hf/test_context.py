@@ -137,11 +137,15 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     with wrap("llama", tmp_path) as wrapped:
         cold = wrapped.manager.cold
         cold.drop([next(iter(cold.keys(KEPT_PREFIX)))])
-        with pytest.raises(ColdReadError, match=r"1 pages of context 'mine' are not in the store"):
+        with pytest.raises(ColdReadError, match=r"context 'mine': 1 of .* are not in the store"):
             wrapped.open("mine")
         assert wrapped.cache().get_seq_length() == 0
         with pytest.raises(ConfigError, match="name must be"):
             wrapped.open("a\nb")
+    with wrap("llama", tmp_path, cpu_budget="64MiB") as wrapped:  # all would come up
+        with pytest.raises(ColdReadError, match=r"context 'mine': 1 of .* not be read; .* missing"):
+            wrapped.open("mine")
+        assert wrapped.manager.directory.live == 0
     with tierkv.wrap(model("llama")) as wrapped, pytest.raises(ConfigError, match="need a store"):
         wrapped.open("mine")
     with wrap("gemma3", tmp_path) as wrapped, pytest.raises(UnsupportedModelError, match="window"):

@@ -31,6 +31,12 @@ MAX_OPEN = 3
 CORPUS = torch.randint(3, VOCAB, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 COUNTS = st.one_of(st.sampled_from([1, 15, 16, 17]), st.integers(1, 70))
 
+EVERYTHING = {
+    "attention": "selective", "token_budget": 4096, "max_context": 4096, "sink_tokens": 16,
+    "recent_tokens": 32, "dense_layers": 1,
+}  # fmt: skip
+"""Selective attention whose budget holds everything, so that it is exact."""
+
 
 @functools.cache
 def models() -> tuple[Any, Any]:
@@ -49,14 +55,20 @@ class Programs(RuleBasedStateMachine):
     """Open contexts beside the tokens they must hold, and the same for saved ones."""
 
     @initialize(
-        kind=st.sampled_from(["hot", "warm", "cold", "cold", "minimum"]), keeps=st.booleans()
+        kind=st.sampled_from(["hot", "warm", "cold", "cold", "minimum"]),
+        keeps=st.booleans(),
+        selects=st.booleans(),
     )
-    def start(self, kind: str, keeps: bool) -> None:
+    def start(self, kind: str, keeps: bool, selects: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
         self.stores = 0
         chosen = budgets(kind, models()[0], self.directory, page_tokens=16, rows=MAX_OPEN + 1)
         disk = {"disk_budget": "16MiB", "disk_floor": 0, "cpu_budget": "1MiB"}
         self.settings = disk | chosen | {"prefix_cache": keeps, "prefill_chunk": 50}
+        if selects:
+            self.settings |= EVERYTHING
+            if kind != "hot":
+                self.settings["gpu_budget"] += 1 << 20  # summaries of max_context tokens
         self.contexts: list[tuple[Context, list[int]]] = []
         self.saved: dict[str, list[int]] = {}
         self.wrap()

@@ -81,14 +81,6 @@ def test_a_fork_without_room_changes_nothing(tmp_path: Path) -> None:
         assert context.generate(**NEW)[0].tolist() == want
 
 
-def test_selective_attention_is_not_forked() -> None:
-    settings: dict[str, Any] = {"attention": "selective", "token_budget": 64, "max_context": 512}
-    with tierkv.wrap(model("llama"), **settings) as wrapped, wrapped.open() as context:
-        context.append(tokens(1, 50))
-        with pytest.raises(ConfigError, match="one context at a time"):
-            context.fork()
-
-
 @pytest.mark.parametrize(
     "options",
     [{"do_sample": True, "num_return_sequences": 4, "top_k": 0}, {"num_beams": 4}],

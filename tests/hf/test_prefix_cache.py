@@ -231,7 +231,5 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="prefix_cache cannot be used"):
         wrap("gemma3", "hot", tmp_path)
     assert model("gemma3").config._attn_implementation != "tierkv"
-    with pytest.raises(ConfigError, match="prefix_cache cannot be combined"):
-        tierkv.wrap(model("llama"), prefix_cache=True, attention="selective")
     with pytest.raises(ConfigError, match="prefix_cache must be true or false"):
         tierkv.wrap(model("llama"), prefix_cache="yes")

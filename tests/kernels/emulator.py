@@ -168,6 +168,12 @@ static uint4 load_streaming(const void* from) {
     REQUIRE(reinterpret_cast<size_t>(from) % 16 == 0);
     return *static_cast<const uint4*>(from);
 }
+template <int BYTES>
+static void load_streaming(unsigned (&words)[(BYTES + 3) / 4], const void* from) {
+    REQUIRE(reinterpret_cast<size_t>(from) % BYTES == 0);
+    words[0] = 0;
+    std::memcpy(words, from, BYTES);
+}
 static uint4 load_shared(const void* from) { return load_streaming(from); }
 
 static void perform(const Copy& copy) {
@@ -261,6 +267,32 @@ static unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
     unpack<DATA_TYPE>(c, z[0], z[1]);
     return pack<DATA_TYPE>(x[0] * y[0] + z[0], x[1] * y[1] + z[1]);
 }
+
+template <int DATA_TYPE, bool LEAST>
+static unsigned extreme_words(unsigned a, unsigned b) {
+    const auto choose = [](float x, float y) {
+        if (x != x || y != y) return std::nanf("");
+        return LEAST == (x < y) ? x : y;
+    };
+    if (DATA_TYPE == DTYPE_F32)
+        return __float_as_uint(choose(__uint_as_float(a), __uint_as_float(b)));
+    float x[2], y[2];
+    unpack<DATA_TYPE>(a, x[0], x[1]);
+    unpack<DATA_TYPE>(b, y[0], y[1]);
+    return pack<DATA_TYPE>(choose(x[0], y[0]), choose(x[1], y[1]));
+}
+template <int DATA_TYPE>
+static unsigned min_words(unsigned a, unsigned b) { return extreme_words<DATA_TYPE, true>(a, b); }
+template <int DATA_TYPE>
+static unsigned max_words(unsigned a, unsigned b) { return extreme_words<DATA_TYPE, false>(a, b); }
+static float multiply(float a, float b) { return a * b; }
+static float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+static float reciprocal_fast(float x) {  // as wrong as it may be
+    const float exact = 1 / x;
+    return random_number() % 2 ? std::nextafter(exact, random_number() % 2 ? 0.0f : 2 * exact)
+                               : exact;
+}
+static unsigned round_to_unsigned(float x) { return x > 0 ? std::lrint(x) : 0; }
 
 template <int DATA_TYPE>
 static void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {

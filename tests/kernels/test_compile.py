@@ -19,7 +19,6 @@ import torch
 
 from tests.combinations import each
 from tierkv.codecs import CODECS
-from tierkv.codecs.affine import Affine
 from tierkv.kernels import build, select
 from tierkv.kernels.decode import choose_layout, constants
 from tierkv.page import Geometry
@@ -87,11 +86,11 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
         a, b, out = (build.DTYPES[dtype] for dtype in dtypes)
         sizes = (("V_DIM", v_dim), ("WIDTH", width))
         found.append(("fold", (("A_DTYPE", a), ("B_DTYPE", b), ("OUT_DTYPE", out), *sizes)))
-    affine = [codec for codec in CODECS.values() if isinstance(codec, Affine)]
-    for codec, sizes in each(affine, CODEC):
+    for codec, sizes in each([codec for codec in CODECS.values() if not codec.lossless], CODEC):
         dtype, k_dim, v_dim, page_tokens = sizes
-        geometry = Geometry(1, 1, k_dim, v_dim, dtype, page_tokens)
-        found.append(("codec", codec.layout(geometry).defines))
+        codec_layout = codec.layout(Geometry(1, 1, k_dim, v_dim, dtype, page_tokens))
+        assert codec_layout is not None
+        found.append(("codec", codec_layout.defines))
     scoring = (("score", SCORE), ("score_bytes", SCORE_BYTES), ("score_keys", SCORE_KEYS))
     for stem, shapes in scoring:
         for dtype, k_dim, group, parts in shapes:

@@ -60,6 +60,7 @@ def make_manager(
     io_threads: int = 2,
     chunk_frames: int | None = None,
     codec: Codec = RAW,
+    residual_tokens: int = 0,
 ) -> PageManager:
     """Make a manager with exactly these frames, poisoned, and budgets that hold no more.
 
@@ -84,7 +85,9 @@ def make_manager(
             cold=store,
             io_threads=io_threads,
             codec=codec,
+            residual_tokens=residual_tokens,
         )
+    manager.transfer.min_read_bytes = 1  # several threads read even pages as small as these
     if chunk_frames is not None:
         manager.warm.chunk_frames = chunk_frames
     poison(manager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from tierkv.codecs import CODECS, RAW, encoded_bytes
 from tierkv.errors import ColdReadError, ConfigError
 from tierkv.page import Geometry
 from tierkv.paging import saved
+from tierkv.paging.adopt import promote
+from tierkv.paging.descent import demote
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.headpages import read_head_pages
 from tierkv.paging.keys import page_key, root_key
 from tierkv.paging.lookup import Lookup
+from tierkv.paging.manager import PageManager
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
 
@@ -84,6 +88,15 @@ def test_a_page_is_encoded_once(name: str, tiers: int, geometry: Geometry, tmp_p
         close_all(manager, [batch])
 
 
+def wait_for_disk(manager: PageManager) -> None:
+    """Wait until every page on its way down has arrived."""
+    outflow = manager.outflow
+    with manager.tiers.changed:
+        assert manager.tiers.changed.wait_for(
+            lambda: not outflow._writing and not outflow._queued, 20
+        )
+
+
 def test_encoded_frames_are_smaller() -> None:
     geometry = Geometry(32, 8, 128, 128, torch.bfloat16, 32)
     raw = make_manager(geometry=GEOMETRY)
@@ -102,9 +115,7 @@ def test_damage_is_caught_before_decoding(tmp_path: Path, monkeypatch: pytest.Mo
     batch = Batch.new(manager, 1)
     for layer, new in enumerate(batch.tokens(5 * GEOMETRY.page_tokens)):
         batch.append_layer(layer, new)
-    outflow = manager.outflow
-    with manager.tiers.changed:
-        manager.tiers.changed.wait_for(lambda: not outflow._writing and not outflow._queued, 20)
+    wait_for_disk(manager)
     (extent,) = (tmp_path / "extents").glob("*.kv")
     content = bytearray(extent.read_bytes())
     for start in range(0, len(content), manager.warm.frame_bytes):
@@ -209,13 +220,64 @@ def test_8_bits_keep_the_tokens_of_a_small_model(tmp_path: Path) -> None:
     assert 0 < near < 0.3 * far
 
 
-def test_codecs_that_no_kernel_fetches_are_named() -> None:
+def test_pages_that_no_kernel_fetches_are_named() -> None:
     """What selective attention on a GPU asks before anything runs."""
-    for name in ("raw", "int8", "int8-channel", "int4"):
-        FrameFormat(GEOMETRY, CODECS[name]).check_fetch()
-    for name in ("int4-importance", "fp8"):
-        with pytest.raises(ConfigError, match=f"codec: .*selective.* got '{name}'"):
-            FrameFormat(GEOMETRY, CODECS[name]).check_fetch()
+    odd = replace(GEOMETRY, k_dim=5, dtype=torch.bfloat16)
+    for name, codec in CODECS.items():
+        FrameFormat(replace(GEOMETRY, dtype=torch.bfloat16), codec).check_fetch()
+        if name != "raw":
+            with pytest.raises(ConfigError, match=f"codec: .*selective.* '{name}' pages of 5"):
+                FrameFormat(odd, codec).check_fetch()
+
+
+@pytest.mark.parametrize("homes", [4, 40])
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "raw"])
+def test_a_page_that_came_up_is_not_encoded_again(
+    name: str, homes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a page that the prefix cache brought up lost its warm frame, and was encoded from what
+    it had been decoded to when it went down, and when it was saved."""
+    codec = CODECS[name]
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=codec), geometry=GEOMETRY, codec=codec, homes=homes,
+        hot=9, staging=2, transit=2,
+    )  # fmt: skip
+    first, batch = Batch.new(manager, 1, seed=1), Encoded.new(manager, 1)
+    first.append(6 * GEOMETRY.page_tokens)  # takes hot memory for now
+    batch.append(6 * GEOMETRY.page_tokens)
+    first.close()
+    blocks = batch.sequences.blocks[0].copy()
+    below = {layer: manager.directory.hot[blocks, layer] == NOWHERE for layer in range(2)}
+    assert all(pages.sum() == 5 for pages in below.values())
+    want = {layer: batch.expected(layer, 6) for layer in below}
+    wait_for_disk(manager)
+    written, write = [], manager.tiers.format.write
+
+    def noted(k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor) -> None:
+        written.append(len(frames))
+        write(k, v, frames)
+
+    monkeypatch.setattr(manager.tiers.format, "write", noted)
+    promote(manager, blocks)
+    assert (manager.directory.hot[blocks] != NOWHERE).all()
+    check_books(manager, [batch])
+    keys = [bytes([i]) * 32 for i in range(6)]
+    saved.save(manager, batch.sequences, keys)
+    assert sum(written) == 2, "only the page of each layer that was never encoded"
+    demote(manager, blocks)
+    assert sum(written) == 4
+    assert (manager.directory.hot[blocks] == NOWHERE).all()
+    for layer, pages in want.items():
+        assert manager.cold is not None
+        frames = [aligned_buffer(manager.warm.frame_bytes) for _ in keys]
+        manager.cold.read_into([page_key(key, layer) for key in keys], frames)
+        raw = torch.stack([torch.frombuffer(frame, dtype=torch.uint8) for frame in frames])
+        for got, whole in zip(manager.tiers.format.pages(raw), pages, strict=True):
+            was_below = torch.from_numpy(below[layer])
+            assert torch.equal(got[:, was_below], whole[0].unflatten(1, (6, -1))[:, was_below])
+    batch.check()
+    check_books(manager, [batch])
+    close_all(manager, [batch])
 
 
 @pytest.mark.parametrize("homes", [2, 20])

@@ -70,8 +70,8 @@ class FakeManager(SimpleNamespace):
             lookahead=SimpleNamespace(cancel=lambda: None), cold=SimpleNamespace(frame_bytes=FRAME),
             stats=SimpleNamespace(cold_to_warm_bytes=0, hot_to_warm_bytes=0, warm_to_hot_bytes=0),
             transfer=SimpleNamespace(
-                io_threads=2, _io_pool=self.pool, _read=self.read, finish=lambda: None,
-                wait_frames=lambda frames: None,
+                io_threads=2, min_read_bytes=1, warm=warm, _io_pool=self.pool, _read=self.read,
+                finish=lambda: None, wait_frames=lambda frames: None,
             ),
         )  # fmt: skip
         self.transfer.read_cold = partial(Transfer.read_cold, self.transfer)

@@ -53,7 +53,7 @@ def extent_path(store, file_index=0):
 
 def slots(store):
     """(free, used) slots of the store's own frame size."""
-    return store._own.slots.num_free, store._own.slots.num_used
+    return store._payloads.own.slots.num_free, store._payloads.own.slots.num_used
 
 
 class FaultyCalls:

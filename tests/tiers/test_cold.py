@@ -64,7 +64,8 @@ def test_a_batch_gets_neighbouring_slots_and_one_call(store, monkeypatch):
         )
     put(store, *keys)
     read(store, *reversed(keys))
-    assert calls == [("pwritev", 32), ("preadv", 32)]
+    store.read_into(sorted(keys), [aligned_buffer(32 * FRAME)])
+    assert calls == [("pwritev", 32), ("preadv", 32), ("preadv", 1)]
 
 
 def test_a_write_syncs_the_payloads_before_it_becomes_visible(tmp_path, monkeypatch):
@@ -171,6 +172,12 @@ def test_malformed_arguments_are_refused(store):
     put(store, b"a")
     with pytest.raises(StoreError, match="read-only"):
         store.read_into([b"a"], [memoryview(bytes(FRAME))])
+    with pytest.raises(StoreError, match="1 keys but buffers for 2"):
+        store.read_into([b"a"], [aligned_buffer(2 * FRAME)])
+    with pytest.raises(StoreError, match="multiples of 4096 contiguous bytes, got 5000"):
+        store.read_into([b"a"], [aligned_buffer(5000)])
+    with pytest.raises(StoreError, match="contiguous: False"):
+        store.read_into([b"a"], [aligned_buffer(2 * FRAME)[::2]])
     assert len(store) == 1
 
 

@@ -50,7 +50,7 @@ def fail(name, original, *args):
 @pytest.mark.parametrize("name", ["pwritev", "fdatasync", "ftruncate"])
 def test_a_failure_loses_nothing(tmp_path, monkeypatch, name):
     with scattered(tmp_path) as store:
-        store._durable = True
+        store._commit.durable = True
         with monkeypatch.context() as patch:
             FaultyCalls(patch, [name], fail, at=0)
             with pytest.raises((ColdWriteError, StoreError), match="injected"):
@@ -72,7 +72,7 @@ def test_a_failed_commit_loses_nothing(tmp_path, monkeypatch):
             with pytest.raises(ColdWriteError, match="commit failed"):
                 store.compact()
         assert read(store, *KEPT) == [page(key) for key in KEPT]
-        assert store._own.slots.num_used == len(KEPT)
+        assert store._payloads.own.slots.num_used == len(KEPT)
         store.compact()
         assert extent_path(store).stat().st_size == len(KEPT) * FRAME
 

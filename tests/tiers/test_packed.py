@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,18 @@ import torch
 
 import tierkv
 from tests.models import VOCAB, tiny_model
+from tests.paging.store_helpers import kept, tokens
 from tests.paging_helpers import budgets
 from tierkv.errors import ColdWriteError, ConfigError, DiskBudgetError
 from tierkv.page import Geometry
+from tierkv.paging import manifest
 from tierkv.paging.archive import export_context, import_context
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import BadPagesError
 from tierkv.tiers.frame_format import FrameFormat
-from tierkv.tiers.packed import PackedStore, open_store, slot_bytes
+from tierkv.tiers.packed import PackedStore, UnpackedStore, open_store, slot_bytes, stored_codec
+from tierkv.tiers.packing import Packing
 
 GEOMETRY = Geometry(1, 2, 64, 60, torch.bfloat16, 64)
 LAYOUT = FrameFormat(GEOMETRY)
@@ -49,6 +53,20 @@ def make_frames(count: int, seed: int = 0) -> list[memoryview]:
 
 def key(index: int) -> bytes:
     return b"session/%03d" % index
+
+
+def packed_store(wrapped: tierkv.TieredModel) -> PackedStore:
+    assert wrapped.manager is not None
+    cold = wrapped.manager.cold
+    assert isinstance(cold, PackedStore) and cold.frame_bytes < cold.page_frame_bytes
+    return cold
+
+
+def pages_of(store: PackedStore, keys: list[bytes]) -> list[bytes]:
+    """The pages under keys of any packed store."""
+    buffers = [aligned_buffer(store.page_frame_bytes) for _ in keys]
+    store.read_into(keys, buffers)
+    return [bytes(buffer) for buffer in buffers]
 
 
 def read(store: PackedStore, keys: list[bytes]) -> list[memoryview]:
@@ -107,7 +125,7 @@ def test_a_batch_is_stored_whole_or_not_at_all(
             store.put(keys, frames)
         assert len(store) == 0
     with open_packed(tmp_path / "failing") as store:
-        calls, write = [], store._own.write
+        calls, write = [], store._payloads.own.write
 
         def failing(*args: object, **kwargs: object) -> None:
             calls.append(args)
@@ -115,7 +133,7 @@ def test_a_batch_is_stored_whole_or_not_at_all(
                 raise OSError("no disk")
             write(*args, **kwargs)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(store._own, "write", failing)
+        monkeypatch.setattr(store._payloads.own, "write", failing)
         with pytest.raises(ColdWriteError, match="no disk"):
             store.put(keys, frames)
         assert len(calls) == 3 and len(store) == 0
@@ -134,7 +152,7 @@ def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
     settings = budgets("cold", model, tmp_path, page_tokens=128, rows=1) | {"prefill_chunk": 300}
     ask = {"max_new_tokens": 8, "do_sample": False}
     want = model.generate(ids, **ask)[0, 900:].tolist()
-    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped:
+    with tierkv.wrap(model, codec="raw+zstd:1", **settings) as wrapped:
         assert wrapped.generate(ids, **ask)[0, 900:].tolist() == want
         with wrapped.open("book") as context:
             context.append(ids)
@@ -142,7 +160,10 @@ def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
         stats = wrapped.stats()
     assert stats["moved_bytes"]["cold_to_warm"] > 0
     assert stats["packing"]["pages"] > 0 and stats["packing"]["unpack_gb_s"] > 0
-    with tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped, wrapped.open("book") as book:
+    with (
+        tierkv.wrap(model, codec="raw+zstd:1", **settings) as wrapped,
+        wrapped.open("book") as book,
+    ):
         assert book.restored_tokens == 900
         assert book.generate(**ask)[0].tolist() == want
     with tierkv.wrap(model, **settings) as wrapped, pytest.raises(ConfigError, match="codec"):
@@ -150,39 +171,58 @@ def test_a_model_generates_the_same_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noisy", [False, True])
-def test_a_saved_context_is_exported_whole_or_not_at_all(noisy: bool, tmp_path: Path) -> None:
-    """Halves of pages that did not shrink have keys of their own, which no export knows of."""
+def test_a_saved_context_is_exported_with_both_slots_of_a_page(noisy: bool, tmp_path: Path) -> None:
+    """Bug: pages that did not shrink lie in two slots, and contexts with such were refused."""
     model = tiny_model("llama")
     ids = torch.randint(3, VOCAB, (1, 300), generator=torch.Generator().manual_seed(0))
-    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1) | {"codec": "raw+zstd"}
-    with tierkv.wrap(model, store=str(tmp_path / "store"), **settings) as wrapped:
+    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1) | {"codec": "raw+zstd:1"}
+    store = str(tmp_path / "store")
+    with tierkv.wrap(model, store=store, **settings) as wrapped:
         with wrapped.open("book") as context:
             context.append(ids)
             context.save()
-        assert wrapped.manager is not None
-        cold = wrapped.manager.cold
-        assert isinstance(cold, PackedStore) and cold.frame_bytes < cold.page_frame_bytes
+        cold = packed_store(wrapped)
+        keys = list(cold.keys(b"kept/"))
         if noisy:
             noise = aligned_buffer(cold.page_frame_bytes)
             noise[:] = np.random.default_rng(0).bytes(len(noise))
-            cold.put([next(cold.keys(b"kept/"))], [noise])
-        size = cold.frame_bytes
+            cold.put([keys[0], keys[-1]], [noise, noise])
+        want, slots, size = pages_of(cold, keys), len(cold), cold.frame_bytes
+        assert slots == len(keys) + 2 * noisy
     limits = {"disk_budget": 64 << 20, "free_floor": 0}
     with ColdStore(tmp_path / "store", frame_bytes=size, **limits) as plain:  # as `store export`
-        if noisy:
-            with pytest.raises(ConfigError, match=r"raw\+zstd"):
-                export_context(plain, "book", tmp_path / "book.tkv")
-        else:
-            export_context(plain, "book", tmp_path / "book.tkv")
-            assert plain.drop(list(plain.keys(b"kept/"))) > 0
-            import_context(plain, tmp_path / "book.tkv", name="copy")
-    assert (tmp_path / "book.tkv").exists() != noisy
-    if not noisy:
-        with (
-            tierkv.wrap(model, store=str(tmp_path / "store"), **settings) as wrapped,
-            wrapped.open("copy") as context,
-        ):
+        export_context(plain, "book", tmp_path / "book.tkv")
+        plain.drop(list(plain.keys()))
+        assert import_context(plain, tmp_path / "book.tkv", name="copy") == len(keys)
+        assert len(plain) == slots
+        assert import_context(plain, tmp_path / "book.tkv", name="again") == 0
+    with tierkv.wrap(model, store=store, **settings) as wrapped:
+        assert pages_of(packed_store(wrapped), keys) == want
+        with wrapped.open("copy") as context:
             assert context.restored_tokens == 300
+
+
+def test_a_failed_import_takes_both_slots_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames, ids = make_frames(6), tokens(48)
+    with open_packed(tmp_path / "from") as cold:
+        book = kept(ids, frame_bytes=cold.frame_bytes)
+        cold.put(sorted(book.page_keys(ids)), frames)
+        manifest.write(cold, "book", book, ids)
+        assert len(cold) == 8
+    limits: dict[str, Any] = {"frame_bytes": book.frame_bytes, "disk_budget": 1 << 26}
+    with ColdStore(tmp_path / "from", free_floor=0, **limits) as plain:
+        export_context(plain, "book", tmp_path / "book.tkv")
+
+    def fails(*_: object) -> None:
+        raise DiskBudgetError("full")
+
+    with ColdStore(tmp_path / "to", free_floor=0, **limits) as plain:
+        monkeypatch.setattr(plain, "meta_put", fails)
+        with pytest.raises(DiskBudgetError):
+            import_context(plain, tmp_path / "book.tkv")
+        assert plain.counters["pages_written"] == 8 and list(plain.keys()) == []
 
 
 def test_halves_without_their_page_are_swept(tmp_path: Path) -> None:
@@ -196,3 +236,79 @@ def test_halves_without_their_page_are_swept(tmp_path: Path) -> None:
     with open_packed(tmp_path) as store:
         assert len(store) == 4
         assert bytes(read(store, keys[5:])[0]) == bytes(frames[5])
+
+
+def open_as_found(directory: Path, *, always: bool = False, budget: int = 256 << 20) -> ColdStore:
+    limits = {"disk_budget": budget, "free_floor": 0, "durable": False}
+    return open_store(directory, LAYOUT, 1, threads=2, always=always, **limits)
+
+
+def with_disk(monkeypatch: pytest.MonkeyPatch, gb_s: float) -> list[Path]:
+    """Make the disk as fast as that; return where it was measured."""
+    asked: list[Path] = []
+
+    def measure(directory: Path, num_bytes: int) -> tuple[float, bool]:
+        asked.append(directory)
+        return gb_s * 1e9, True
+
+    monkeypatch.setattr("tierkv.tiers.packing.disk_bandwidth", measure)
+    return asked
+
+
+def test_zstd_is_off_where_the_disk_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured once, said, and remembered: what was stored is found by the next process."""
+    asked = with_disk(monkeypatch, 1000.0)
+    frames, keys = make_frames(3), [key(i) for i in range(3)]
+    with pytest.warns(UserWarning, match=r"zstd is off for .*reads 1000\.00 GB/s.*raw\+zstd:1"):
+        store = open_as_found(tmp_path)
+    with store:
+        assert isinstance(store, UnpackedStore) and store.frame_bytes == LAYOUT.frame_bytes
+        store.put(keys, frames)
+        report = store.report()
+        assert report["on"] is False and report["disk_gb_s"] == 1000.0 > report["unpack_gb_s"] > 0
+    assert asked == [tmp_path]
+    with_disk(monkeypatch, 0.0)  # as if another disk: the store keeps its way
+    with pytest.warns(UserWarning, match="zstd is off"), open_as_found(tmp_path) as store:
+        read_back = [aligned_buffer(LAYOUT.frame_bytes) for _ in keys]
+        store.read_into(keys, read_back)
+        assert [bytes(one) for one in read_back] == [bytes(one) for one in frames]
+        assert stored_codec(LAYOUT, 1, store, always=False) == "raw"
+        assert stored_codec(LAYOUT, 1, store, always=True) == "raw+zstd"
+
+
+def test_zstd_stays_on_where_the_disk_is_slower_or_full_or_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_disk(monkeypatch, 0.0)
+    with open_as_found(tmp_path / "slow") as store:
+        assert isinstance(store, PackedStore) and store.report()["disk_gb_s"] == 0.0
+        assert stored_codec(LAYOUT, 1, store, always=False) == "raw+zstd"
+    asked = with_disk(monkeypatch, 1000.0)
+    with open_as_found(tmp_path / "asked", always=True) as store:
+        assert isinstance(store, PackedStore)
+    for name, budget in (("slow", 256 << 20), ("asked", 256 << 20), ("full", 8 << 20)):
+        with open_as_found(tmp_path / name, budget=budget) as store:
+            assert isinstance(store, PackedStore) and store.report()["on"]
+    assert not asked, "a store that packs, or has no room to measure in, is not measured"
+
+
+def test_statistics_say_that_zstd_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_disk(monkeypatch, 1000.0)
+    model = tiny_model("llama")
+    settings = budgets("hot", model, tmp_path, page_tokens=128, rows=1)
+    settings |= {"store": str(tmp_path / "store"), "disk_budget": "256MiB", "disk_floor": 0}
+    with (
+        pytest.warns(UserWarning, match="zstd is off"),
+        tierkv.wrap(model, codec="raw+zstd", **settings) as wrapped,
+    ):
+        packing = wrapped.stats()["packing"]
+    assert packing["on"] is False and packing["disk_gb_s"] == 1000.0
+
+
+def test_the_disk_and_unpacking_are_measured(tmp_path: Path) -> None:
+    found = Packing.measured(tmp_path, LAYOUT.page_bytes, torch.bfloat16, level=1, threads=2)
+    assert found.disk_gb_s and found.unpack_gb_s
+    assert found.on == (found.unpack_gb_s >= found.disk_gb_s)
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the measurement"

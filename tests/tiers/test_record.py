@@ -13,6 +13,7 @@ from tierkv.tiers.record import (
     pack_format,
     pack_meta,
     unpack_format,
+    unpack_many,
     unpack_meta,
 )
 
@@ -90,3 +91,21 @@ def test_a_damaged_format_stamp_is_rejected():
     for damaged in (b"", stamp[:-1], stamp + b"x", flip(stamp, 3), flip(stamp, 70)):
         with pytest.raises(BadRecordError):
             unpack_format(damaged)
+
+
+def test_many_records_at_once_are_told_apart_like_single_ones() -> None:
+    """Whole ones, missing ones, and every kind of damage, in one batch."""
+    good = Record(4096, 1, 7, 4000, 2**63 + 5)
+    packed = good.pack(b"k")
+    flipped = [bytes([*packed[:i], packed[i] ^ 1, *packed[i + 1 :]]) for i in range(RECORD_BYTES)]
+    values = [packed, None, b"", packed[:-1], packed + b"x", *flipped, packed]
+    keys = [b"k"] * (len(values) - 1) + [b"other"]
+    whole, records = unpack_many(keys, values)
+    for key, value, is_whole in zip(keys, values, whole.tolist(), strict=True):
+        try:
+            assert Record.unpack(key, value or b"") == good and is_whole
+        except BadRecordError:
+            assert not is_whole
+    assert [Record(*(int(row[name]) for name in Record._fields)) for row in records] == [good]
+    none, records = unpack_many([], [])
+    assert len(none) == len(records) == 0

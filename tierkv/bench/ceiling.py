@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tierkv.bench.memory import synchronize
-from tierkv.tiers.direct_io import (
-    aligned_buffer,
-    open_extent,
-    probe_direct_io,
-    read_frames,
-    write_frames,
-)
+from tierkv.tiers.disk_speed import disk_bandwidth
 
 ROUNDS = 7
 """Timed rounds per copy; the median counts."""
-DISK_CALL_BYTES = 8 << 20
-DISK_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +62,6 @@ def _copy_bandwidth(target: torch.Tensor, source: torch.Tensor, device: torch.de
 
     copies()
     return 4 * source.numel() / statistics.median(_seconds(copies) for _ in range(ROUNDS))
-
-
-def disk_bandwidth(directory: Path, num_bytes: int) -> tuple[float, bool]:
-    """Write a file, read it back in large calls; return bytes per second and whether O_DIRECT."""
-    direct = probe_direct_io(directory).works
-    count = max(DISK_THREADS, num_bytes // DISK_CALL_BYTES)
-    with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=directory) as scratch:
-        fd = open_extent(Path(scratch) / "raw", direct=direct)
-        try:
-            page = aligned_buffer(DISK_CALL_BYTES)
-            page[:] = os.urandom(DISK_CALL_BYTES)
-            for index in range(count):
-                write_frames(fd, index * DISK_CALL_BYTES, [page], direct=direct)
-            os.fdatasync(fd)
-
-            def work(thread: int) -> None:
-                target = aligned_buffer(DISK_CALL_BYTES)
-                for index in range(thread, count, DISK_THREADS):
-                    read_frames(fd, index * DISK_CALL_BYTES, [target], direct=direct)
-
-            def read_all() -> None:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                with ThreadPoolExecutor(DISK_THREADS) as pool:
-                    list(pool.map(work, range(DISK_THREADS)))
-
-            seconds = statistics.median(_seconds(read_all) for _ in range(3))
-        finally:
-            os.close(fd)
-    return count * DISK_CALL_BYTES / seconds, direct
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -50,15 +50,17 @@ def bytes_per_token(geometry: Geometry, name: str) -> float:
 
 
 @torch.no_grad()
-def stored(kept: Kept, geometry: Geometry, name: str) -> tuple[Kept, Damage]:
-    """Encode and decode every whole page; the tail stays as it is."""
+def stored(
+    kept: Kept, geometry: Geometry, name: str, residual_tokens: int = 0
+) -> tuple[Kept, Damage]:
+    """Encode and decode every whole page; the tail and the residual window stay as they are."""
     layout, tokens = FrameFormat(page_geometry(geometry), CODECS[name]), geometry.page_tokens
     found: Kept = []
     damage = Damage([], [])
     for layer in range(geometry.layers):
         own = [(k, v) for at, k, v in kept if at == layer]
         k, v = (torch.cat(parts, dim=2)[0] for parts in zip(*own, strict=True))
-        count = k.shape[1] // tokens
+        count = max(k.shape[1] // tokens - -(-residual_tokens // tokens), 0)
         whole = [x[:, : count * tokens].unflatten(1, (count, tokens)) for x in (k, v)]
         frames = torch.zeros(count, layout.frame_bytes, dtype=torch.uint8)
         page_k, page_v = (x.to(layout.geometry.dtype) for x in whole)

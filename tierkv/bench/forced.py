@@ -148,7 +148,12 @@ def forced(
                 pages = kept
                 if setting.codec != "raw":
                     assert wrapped.manager is not None
-                    pages, damage = stored(kept, wrapped.manager.geometry, setting.codec)
+                    pages, damage = stored(
+                        kept,
+                        wrapped.manager.geometry,
+                        setting.codec,
+                        wrapped.config.residual_tokens,
+                    )
                 for layer, k, v in pages:
                     workload.append(cache, layer, k.to(ids.device), v.to(ids.device))
             before, logits = time.perf_counter(), list[torch.Tensor]()

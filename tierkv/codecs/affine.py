@@ -10,6 +10,7 @@ Groups are blocks of tokens x channels. Grouping keys by channel and values by t
 
 - A group of equal elements has scale 0 and is exact.
 - A group with a NaN, an infinity or a magnitude above `LIMIT` decodes to NaN as a whole.
+- No step is finer than `FINEST`, so that kernels may multiply by its inverse.
 - What decodes beyond the largest number of the element type (float16 only) saturates there.
 """
 
@@ -26,6 +27,9 @@ from tierkv.units import round_up
 
 LIMIT = 2.0**126
 """Largest magnitude that is encoded: differences of two such values are finite in float32."""
+
+FINEST = 2.0**-100
+"""Smallest scale but 0. The inverse of a smaller one may not be finite in float32."""
 
 SCALE_BYTES = 2
 NAN_SCALE = 0x7FC0
@@ -78,7 +82,8 @@ class Section:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scales (bfloat16) and bases (float32), ``[..., a, 1, b, 1]``.
 
-        x: ``[..., tokens, dim]`` float32; without: ``[..., tokens]``, tokens to leave out.
+        x: ``[..., tokens, dim]`` float32; without: ``[..., tokens]``, tokens to leave out. A group
+        of which nothing is left has the scale NaN.
         """
         least = most = x
         if without is not None:
@@ -87,8 +92,8 @@ class Section:
         # Adding 0 turns -0 into 0: which of the two a minimum finds first is not defined.
         high = self.grouped(most).amax((-3, -1), keepdim=True) + 0.0
         low = self.grouped(least).amin((-3, -1), keepdim=True) + 0.0
-        scale = round_scale(divide(high - low, 2**self.bits - 1))
-        bad = ~((low >= -LIMIT) & (high <= LIMIT))
+        scale = round_scale(high - low, 2**self.bits - 1)
+        bad = ~((low >= -LIMIT) & (low <= high) & (high <= LIMIT))
         return scale.masked_fill(bad, torch.nan), low.masked_fill(bad, 0.0)
 
     def encode(
@@ -96,7 +101,7 @@ class Section:
     ) -> None:
         """Encode ``[..., tokens, dim]`` into ``[..., num_bytes]`` uint8.
 
-        without: ``[..., tokens]``, tokens whose codes nobody will use.
+        without: ``[..., tokens]``, tokens that do not count; their codes are 0.
         """
         wide = x.float()
         scale, base = self.parameters(wide, without)
@@ -105,6 +110,8 @@ class Section:
         codes = (self.grouped(wide) - base) / torch.where(live, step, 1.0)
         codes = codes.round_().nan_to_num_(0.0).clamp_(0, 2**self.bits - 1)
         codes = torch.where(live, codes, 0.0).to(torch.uint8).flatten(-4)
+        if without is not None:
+            codes.unflatten(-1, x.shape[-2:]).masked_fill_(without[..., None], 0)
         if self.bits == 4:
             codes = codes[..., ::2] | codes[..., 1::2] << 4
         bits = scale.flatten(-4).view(torch.int16)
@@ -172,7 +179,7 @@ class Affine:
         return sum(section.num_bytes for section in self.sections(geometry))
 
     def layout(self, geometry: Geometry) -> Layout:
-        """Return what kernels are compiled for."""
+        """See `Codec`."""
         groups = [(s.dim, s.group_tokens, s.group_dims) for s in self.sections(geometry)]
         return Layout(geometry.dtype, self.bits, geometry.page_tokens, *groups[0], *groups[1])
 
@@ -205,8 +212,13 @@ def divide(x: torch.Tensor, number: float) -> torch.Tensor:
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
-def round_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Round float32 that is not negative up to bfloat16; what is not finite becomes NaN."""
+def round_scale(extent: torch.Tensor, codes: float) -> torch.Tensor:
+    """Return bfloat16 scales that spread codes up to `codes` over extents of float32.
+
+    Rounded up, and at least `FINEST`; 0 for an extent of 0, NaN for one that is not finite.
+    """
+    scale = divide(extent, codes)
+    scale = torch.where(extent > 0, scale.clamp(min=FINEST), scale)
     bits = (scale.view(torch.int32) + 0xFFFF) >> 16
     rounded = bits.to(torch.int16).view(torch.bfloat16)
     return torch.where(scale.isfinite(), rounded, torch.nan)

@@ -11,10 +11,14 @@ from typing import Protocol
 
 import torch
 
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 
 CHUNK = 16
 """Bytes a kernel loads at once; every run of an encoded head-page is a multiple of it."""
+
+LINE = 128
+"""Bytes that cross the link together; half a line takes nearly as long as a whole one."""
 
 
 class Codec(Protocol):
@@ -30,6 +34,9 @@ class Codec(Protocol):
 
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page, a multiple of `CHUNK`."""
+
+    def layout(self, geometry: Geometry) -> Layout | None:
+        """Return what kernels are compiled for; None if pages are only copied."""
 
     def encode(
         self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor
@@ -49,6 +56,16 @@ class Codec(Protocol):
 
         NaN where the codec promises nothing: groups with elements that are not finite.
         """
+
+
+REVISIONS = {"fp8": 2, "int4-importance": 2}
+"""Of codecs whose layout has changed since pages were first stored with them."""
+
+
+def identity(codec: Codec) -> str:
+    """Return what tells apart stored pages that another codec, or an earlier one, cannot read."""
+    revision = REVISIONS.get(codec.name)
+    return codec.name if revision is None else f"{codec.name}.{revision}"
 
 
 def encoded_bytes(codec: Codec, geometry: Geometry) -> int:

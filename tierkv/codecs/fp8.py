@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tierkv.codecs.affine import LIMIT, divide, get, put, round_scale
-from tierkv.codecs.base import CHUNK, head_pages
+from tierkv.codecs.affine import LIMIT, get, put, round_scale
+from tierkv.codecs.base import CHUNK, LINE, head_pages
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 from tierkv.units import round_up
 
@@ -23,14 +24,20 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class FP8:
-    """Head-page: codes of K, its scale (float32), codes of V, its scale, each in whole chunks."""
+    """Head-page: codes of K, its scale (float32) in a line, codes of V, its scale in another."""
 
     name: str = "fp8"
     lossless: bool = False
 
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page."""
-        return sum(self._sizes(geometry)) + 2 * CHUNK
+        return sum(self._sizes(geometry)) + 2 * LINE
+
+    def layout(self, geometry: Geometry) -> Layout:
+        """See `Codec`."""
+        tokens, k_dim, v_dim = geometry.page_tokens, geometry.k_dim, geometry.v_dim
+        groups = (k_dim, tokens, k_dim, v_dim, tokens, v_dim)
+        return Layout(geometry.dtype, 8, tokens, *groups, floats=True)
 
     def _sizes(self, geometry: Geometry) -> tuple[int, int]:
         tokens = geometry.page_tokens
@@ -44,10 +51,11 @@ class FP8:
         for x, size in zip((k, v), self._sizes(geometry), strict=True):
             scale = _scale(x)
             codes = x.float() / torch.where(scale > 0, scale, 1.0)
-            codes = codes.nan_to_num(0.0).clamp_(-LARGEST, LARGEST).to(E4M3)
+            codes = codes.masked_fill_(scale.isnan(), 0.0).clamp_(-LARGEST, LARGEST).to(E4M3)
             put(raw, at, codes.flatten(-2).view(torch.uint8))
+            raw[..., at + size : at + size + LINE] = 0
             put(raw, at + size, scale.flatten(-2))
-            at += size + CHUNK
+            at += size + LINE
 
     def decode(self, geometry: Geometry, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Codec`."""
@@ -59,7 +67,7 @@ class FP8:
             x = codes * get(raw, at + size, 1, torch.float32)[..., None]
             most = torch.finfo(geometry.dtype).max
             pages.append(x.clamp(-most, most).to(geometry.dtype))
-            at += size + CHUNK
+            at += size + LINE
         return pages[0], pages[1]
 
     def error_bound(
@@ -81,7 +89,7 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     With the eight bits of a bfloat16, so that a code times it is exact.
     """
     largest = x.float().abs().amax((-2, -1), keepdim=True)
-    scale = round_scale(divide(largest, LARGEST)).float()
+    scale = round_scale(largest, LARGEST).float()
     return torch.where(largest <= LIMIT, scale, torch.nan)
 
 

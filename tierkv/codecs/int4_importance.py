@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tierkv.codecs.affine import Section
-from tierkv.codecs.base import CHUNK, head_pages
+from tierkv.codecs.base import CHUNK, LINE, head_pages
 from tierkv.codecs.int4 import INT4
+from tierkv.kernels.codec import Layout
 from tierkv.page import Geometry
 from tierkv.units import round_up
 
@@ -25,7 +26,10 @@ SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Int4Importance:
-    """Head-page: K in 4 bits, V in 4 bits, indices of kept tokens, their K and V in 8 bits."""
+    """Head-page: K in 4 bits, V in 4 bits, K and V of kept tokens in 8 bits, their indices.
+
+    In whole lines.
+    """
 
     name: str = "int4-importance"
     lossless: bool = False
@@ -41,7 +45,12 @@ class Int4Importance:
     def head_bytes(self, geometry: Geometry) -> int:
         """Bytes of one encoded head-page."""
         every, kept, index_bytes = self.sections(geometry)
-        return sum(section.num_bytes for section in every + kept) + index_bytes
+        return round_up(sum(section.num_bytes for section in every + kept) + index_bytes, LINE)
+
+    def layout(self, geometry: Geometry) -> Layout:
+        """See `Codec`."""
+        few, channels = geometry.page_tokens // SHARE, INT4.group(geometry.k_dim)
+        return INT4.layout(geometry)._replace(kept=few, kept_k_columns=channels)
 
     def encode(
         self,
@@ -52,38 +61,35 @@ class Int4Importance:
         scores: torch.Tensor | None = None,
     ) -> None:
         """See `Codec`. scores: ``[kv_heads, n, page_tokens]``, how much each token matters."""
-        every, kept, index_bytes = self.sections(geometry)
+        every, kept, _ = self.sections(geometry)
         raw, few = head_pages(self, geometry, frames), geometry.page_tokens // SHARE
         if scores is None:
             scores = unlikeness(k)
-        order = scores.nan_to_num(torch.inf).argsort(dim=-1, descending=True, stable=True)
+        scores = scores.masked_fill(scores.isnan(), torch.inf)
+        order = scores.argsort(dim=-1, descending=True, stable=True)
         chosen = order[..., :few].sort(dim=-1).values
         without = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
         at = 0
         for section, x in zip(every, (k, v), strict=True):
             section.encode(x, raw[..., at : at + section.num_bytes], without)
             at += section.num_bytes
-        raw[..., at : at + index_bytes] = 0
-        raw[..., at : at + few] = chosen.to(torch.uint8)
-        at += index_bytes
         for section, x in zip(kept, (k, v), strict=True):
             section.encode(x.gather(-2, _rows(chosen, x)), raw[..., at : at + section.num_bytes])
             at += section.num_bytes
+        raw[..., at:] = 0
+        raw[..., at : at + few] = chosen.to(torch.uint8)
 
     def decode(self, geometry: Geometry, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Codec`."""
-        every, kept, index_bytes = self.sections(geometry)
-        raw, at, pages = head_pages(self, geometry, frames), 0, []
-        for section in every:
-            pages.append(section.decode(raw[..., at : at + section.num_bytes], geometry.dtype))
+        every, kept, _ = self.sections(geometry)
+        raw, at, found = head_pages(self, geometry, frames), 0, []
+        for section in every + kept:
+            found.append(section.decode(raw[..., at : at + section.num_bytes], geometry.dtype))
             at += section.num_bytes
         chosen = raw[..., at : at + geometry.page_tokens // SHARE].long()
-        at += index_bytes
-        for page, section in zip(pages, kept, strict=True):
-            rows = section.decode(raw[..., at : at + section.num_bytes], geometry.dtype)
+        for page, rows in zip(found[:2], found[2:], strict=True):
             page.scatter_(-2, _rows(chosen, page), rows)
-            at += section.num_bytes
-        return pages[0], pages[1]
+        return found[0], found[1]
 
     def error_bound(
         self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor

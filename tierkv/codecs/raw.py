@@ -21,6 +21,9 @@ class Raw:
         """Bytes of one head-page."""
         return geometry.head_page_elements * geometry.dtype.itemsize
 
+    def layout(self, geometry: Geometry) -> None:
+        """Nothing to decode."""
+
     def encode(
         self, geometry: Geometry, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor
     ) -> None:

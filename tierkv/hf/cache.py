@@ -276,7 +276,7 @@ class TierCache(Cache):
 
         Raises:
             TierKVError: some layers keep state of their own, or the last forward stopped midway.
-            ConfigError, BudgetError: see `tierkv.paging.edit.fork`.
+            BudgetError: see `tierkv.paging.edit.fork`.
         """
         if self.tiered_in_part:
             raise UnsupportedModelError("layers with bounded state of their own cannot be forked")

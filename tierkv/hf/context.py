@@ -97,10 +97,6 @@ class Context:
                 f"under another salt ({kept.model}, {kept.page_tokens} tokens a page)"
             )
         keys = kept.block_keys(ids)
-        gone = saved.missing(self._manager, keys)
-        if gone:
-            raise ColdReadError(f"{gone} pages of context {self.name!r} are not in the store")
-        manifest.touch(store, self.name)
         whole = torch.from_numpy(ids.copy())[None].to(self._manager.device)
         rates, num_bytes = self.model.rates, kept.held * self._manager.geometry.token_bytes
         breakeven.load(store, self._root, self._manager.device, rates)
@@ -108,12 +104,17 @@ class Context:
             self.recomputed = rates.verdict(kept.held, num_bytes)
         if self.recomputed:
             self._compute(whole, kept.held)
+            manifest.touch(store, self.name)
             self.messages = kept.messages
             return True
         sequences, start = Sequences(self._manager.geometry.layers), time.perf_counter()
-        saved.restore(self._manager, sequences, keys, kept.held)
+        try:
+            saved.restore(self._manager, sequences, keys, kept.held)
+        except ColdReadError as error:
+            raise ColdReadError(f"context {self.name!r}: {error}") from error
         self._manager.transfer.finish()
         seconds = time.perf_counter() - start
+        manifest.touch(store, self.name)
         self.cache.reset()
         self.cache.sequences = sequences
         self.ids, self.restored_tokens, self.messages = whole, kept.held, kept.messages
@@ -181,7 +182,7 @@ class Context:
         independently, and closing one leaves the other whole. Nothing is written.
 
         Raises:
-            ConfigError: attention is selective, or the name cannot be used.
+            ConfigError: the name cannot be used.
             BudgetError: no room for another tail.
         """
         if name is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from typing import Any
 
 import torch
@@ -36,9 +37,20 @@ def fingerprint(hf_model: Any) -> bytes:
         config.pop(name, None)
     text = json.dumps(config, sort_keys=True, default=str)
     digest = hashlib.sha256(f"{type(hf_model).__name__} {hf_model.dtype} {text}".encode())
-    for name, weight in sorted(hf_model.named_parameters()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+    weights, picked = sorted(hf_model.named_parameters()), list[torch.Tensor]()
+    for _, weight in weights:
         flat = weight.detach().reshape(-1)
-        picked = flat[:: max(1, len(flat) // SAMPLES)][: 2 * SAMPLES]
-        digest.update(picked.to(torch.float32).cpu().numpy().tobytes())
+        picked.append(flat[:: max(1, len(flat) // SAMPLES)][: 2 * SAMPLES].to(torch.float32))
+    for (name, weight), samples in zip(weights, _to_host(picked), strict=True):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(samples.numpy().tobytes())
     return digest.digest()
+
+
+def _to_host(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy vectors to the host, those of one device at once: each copy waits for the device."""
+    copies: dict[torch.device, deque[torch.Tensor]] = {}
+    for device in {part.device for part in parts}:
+        own = [part for part in parts if part.device == device]
+        copies[device] = deque(torch.cat(own).cpu().split([len(part) for part in own]))
+    return [copies[part.device].popleft() for part in parts]

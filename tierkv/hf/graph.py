@@ -24,6 +24,7 @@ from tierkv.hf.step import running
 from tierkv.hf.upcoming import Upcoming
 from tierkv.kernels import decode
 from tierkv.kernels.build import available
+from tierkv.paging.turns import activate
 
 WARMUPS = 1
 """Eager runs of a step before it is captured: libraries set themselves up."""
@@ -93,7 +94,8 @@ class DecodeGraph:
         return len(self.ids) == rows and torch.equal(padding, self.padding)
 
     def obstacle(self) -> str:
-        """Say why the next step cannot be a replay; empty if it can."""
+        """Say why the next step cannot be a replay; empty if it can. It is the cache's turn now."""
+        activate(self.tier_cache.live_manager(), self.lookups.sequences)
         if self.tier_cache.tiered_in_part:
             return "the model has layers with sliding windows or recurrent state"
         return self._failed or self.lookups.obstacle()

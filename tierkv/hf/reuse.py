@@ -11,7 +11,7 @@ import torch
 from tierkv.errors import ColdReadError
 from tierkv.hf.cache import TierCache
 from tierkv.hf.fingerprint import model_root
-from tierkv.paging.adopt import adopt, promote, register, room_above
+from tierkv.paging import adopt
 from tierkv.paging.directory import Blocks
 from tierkv.paging.keys import Tokens, block_keys, page_key
 from tierkv.paging.manager import PageManager
@@ -70,8 +70,7 @@ def _take(
     assert prefix is not None
     tiers = prefix.tiers(counted)
     try:
-        adopt(manager, cache.sequences, table, partial, tokens)
-        promote(manager, np.unique(table))
+        adopt.begin(manager, cache.sequences, table, partial, tokens)
     except ColdReadError:
         cache.reset()
         prefix.stats.failed_reads += 1
@@ -96,12 +95,12 @@ def _stored(manager: PageManager, hf_model: Any, row: Tokens, known: Blocks) -> 
     if prefix.root is None:
         prefix.root = model_root(hf_model, manager)
     keys = block_keys(prefix.root, row[: whole * size], size)[len(known) :]
-    keys = keys[: room_above(manager, known)]
+    keys = keys[: adopt.room_above(manager, known)]
     for layer in layers:
         gone = set(cold.missing([page_key(key, layer) for key in keys]))
         there = (page_key(key, layer) not in gone for key in keys)
         keys = keys[: next((at for at, found in enumerate(there) if not found), len(keys))]
-    return register(manager, keys)
+    return adopt.register(manager, keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Encode pages into frames and decode frames, on the GPU: integers with a scale per group.
+"""Encode pages into frames and decode frames, on the GPU, bit for bit as `tierkv.codecs` does.
 
 Frames lie in device memory, or in pinned host memory by a table of addresses; then only encoded
-bytes cross the link. The arithmetic is that of `tierkv.codecs.affine`, bit for bit.
+bytes cross the link.
 
     codec.prepare_encode(layout, k, v, frames).run()
     codec.prepare_decode(layout, frames, PagedKV(arena.k_frames, arena.v_frames)).run()
@@ -22,18 +22,26 @@ from tierkv.kernels.gather import CHUNK, Fetches
 from tierkv.units import round_up
 
 THREADS = 256
-BLOCKS_PER_PROCESSOR = 8
-"""Blocks of a launch between frames and pages that both lie in device memory."""
-FETCH_BLOCKS = 2 * LINK_BLOCKS
-"""Blocks that decode from host memory: a block has one head-page under way, about 9 KiB of
-8-bit codes, less than a block that only copies."""
-SLAB_TOKENS = 32
-STATIC_SHARED, DYNAMIC_SHARED = 48 << 10, 96 << 10
-"""Shared memory of a block on every GPU: declared in the source, and asked for by a launch."""
+WARPS = THREADS // 32
+FETCH_BLOCKS = 4 * LINK_BLOCKS
+"""Blocks that decode from host memory. A block waits for one head-page at a time and decodes it, so
+it takes more than those that only copy: 48 of them fetched int8 at 41 GB/s, 96 at 48 (H200)."""
+LINE = 128
+"""Bytes in whose multiples head-pages with e4m3 codes or kept tokens lie."""
+GROUP_BYTES = 4096
+"""Elements of a group within one token that a warp holds in registers, in bytes."""
+STATIC_SHARED = 48 << 10
+"""Shared memory of a block on every GPU."""
 
 
 class Layout(NamedTuple):
-    """Constants of the kernels. `rows` tokens x `columns` channels make a group."""
+    """Constants of the kernels. `rows` tokens x `columns` channels make a group.
+
+    Attributes:
+        floats: codes are e4m3, without bases; a group is all of K or V.
+        kept: tokens that are there a second time, in 8 bits; their keys in groups of
+            `kept_k_columns` channels, their values as all values.
+    """
 
     dtype: torch.dtype
     bits: int
@@ -44,16 +52,21 @@ class Layout(NamedTuple):
     v_dim: int
     v_rows: int
     v_columns: int
+    floats: bool = False
+    kept: int = 0
+    kept_k_columns: int = 0
 
     @property
     def supported(self) -> bool:
-        """Whether kernels can work with it: rows of whole chunks that fit shared memory."""
+        """Whether kernels work with it: rows of whole chunks, groups and parameters that fit."""
         if self.dtype not in DTYPES:
             return False
-        rows = (dim * self.dtype.itemsize for dim in (self.k_dim, self.v_dim))
+        size = self.dtype.itemsize
+        if any(dim * size % CHUNK for dim in (self.k_dim, self.v_dim)):
+            return False
+        columns = max(self.k_columns, self.v_columns, self.kept_k_columns)
         parameters = sum(size for _, size in self.sections())
-        fits = parameters <= STATIC_SHARED and self.shared_bytes <= DYNAMIC_SHARED
-        return fits and not any(row % CHUNK for row in rows)
+        return parameters <= STATIC_SHARED and (self.floats or columns * size <= GROUP_BYTES)
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -63,27 +76,30 @@ class Layout(NamedTuple):
         names = ((name.upper(), int(size)) for name, size in sizes.items())
         return (("DTYPE", DTYPES[self.dtype]), *names)
 
-    def sections(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (bytes of a slab of tokens, bytes of scales and bases) of K and of V."""
-        found = []
-        for dim, rows, columns in (self[3:6], self[6:9]):
-            groups = self.page_tokens // rows * (dim // columns)
-            slab = rows if rows > 1 else min(SLAB_TOKENS, self.page_tokens)
-            size = self.dtype.itemsize
+    def sections(self) -> list[tuple[int, int]]:
+        """Return (bytes of codes, bytes of parameters) of each part of an encoded head-page."""
+        tokens, size = self.page_tokens, self.dtype.itemsize
+        parts = [
+            (tokens, self.bits, self.k_dim, self.k_rows, self.k_columns),
+            (tokens, self.bits, self.v_dim, self.v_rows, self.v_columns),
+        ]
+        if self.kept:
+            parts.append((self.kept, 8, self.k_dim, 1, self.kept_k_columns))
+            parts.append((self.kept, 8, self.v_dim, 1, self.v_columns))
+        found = [(0, round_up(self.kept, CHUNK))]
+        for rows, bits, dim, group_rows, columns in parts:
+            groups = rows // group_rows * (dim // columns)
             parameters = round_up(2 * groups, CHUNK) + round_up(size * groups, CHUNK)
-            found.append((slab * dim * size, parameters))
-        return found[0], found[1]
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that encoding takes."""
-        return max(slab + parameters for slab, parameters in self.sections())
+            found.append((round_up(rows * dim * bits // 8, CHUNK), parameters))
+        if self.floats:
+            found = [(codes, LINE if codes else 0) for codes, _ in found]
+        return found
 
     @property
     def head_bytes(self) -> int:
         """Bytes of one encoded head-page."""
-        codes = self.page_tokens * (self.k_dim + self.v_dim) * self.bits // 8
-        return codes + sum(parameters for _, parameters in self.sections())
+        size = sum(map(sum, self.sections()))
+        return round_up(size, LINE) if self.floats or self.kept else size
 
 
 def whole_chunks(x: torch.Tensor) -> bool:
@@ -121,10 +137,9 @@ def prepare_encode(
             raise ValueError(f"{name}'s rows are not whole chunks: strides {x.stride()}")
         sources += [np.int64(x.data_ptr()), *(np.int64(stride // CHUNK) for stride in strides)]
     arguments = (*_frames(layout, frames, count, heads), np.int32(count), np.int32(heads), *sources)
-    compiled = kernel(
-        "codec", "encode_pages", layout.defines, k.device, THREADS, layout.shared_bytes
-    )
-    grid = min(blocks or _blocks(k.device), count * heads)
+    compiled = kernel("codec", "encode_pages", layout.defines, k.device, THREADS)
+    sections = count * heads * (1 if layout.kept else 2)
+    grid = min(blocks or compiled.blocks_at_once, -(-sections // WARPS))
     return Launch(compiled, (grid, 1, 1), arguments, (frames, k, v))
 
 
@@ -166,7 +181,7 @@ def prepare_decode(
         *_destinations(pages),
     )
     compiled = kernel("codec", "decode_pages", layout.defines, pages.k.device, THREADS)
-    grid = min(blocks or _blocks(pages.k.device), count * heads)
+    grid = min(blocks or compiled.blocks_at_once, count * heads)
     return Launch(compiled, (grid, 1, 1), arguments, (frames, slots, pages.k, pages.v))
 
 
@@ -200,13 +215,6 @@ def prepare_fetch(
     )
     compiled = kernel("codec", "decode_head_pages", layout.defines, device, THREADS)
     return Launch(compiled, (blocks, 1, 1), arguments, held)
-
-
-def _blocks(device: torch.device) -> int:
-    if device.type != "cuda":
-        return BLOCKS_PER_PROCESSOR
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(BLOCKS_PER_PROCESSOR * processors)
 
 
 def _check_pages(layout: Layout, pages: PagedKV) -> None:

@@ -13,8 +13,27 @@ from tierkv.paging.edit import fresh_tails, read_pages
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.turns import take_note
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames, runs
+
+
+def begin(
+    manager: PageManager, sequences: Sequences, table: Blocks, partial: Blocks, tokens: int
+) -> None:
+    """Make new sequences hold known pages (see `adopt`), brought up as far as there is room.
+
+    Raises:
+        ConfigError: attention is selective, and they are several sequences or too long.
+        BudgetError: no room for the tails.
+        ColdReadError: a page could not be read. The caller closes the sequences.
+    """
+    size = manager.geometry.page_tokens
+    manager.admit(sequences, len(table), table.shape[1] * size + tokens)
+    adopt(manager, sequences, table, partial, tokens)
+    promote(manager, np.unique(table))
+    if manager.selective is not None:
+        take_note(manager, sequences)
 
 
 def adopt(
@@ -69,15 +88,23 @@ def register(manager: PageManager, block_keys: Sequence[bytes]) -> Blocks:
 
 def room_above(manager: PageManager, blocks: Blocks) -> int:
     """Return how many more pages a layer `promote` could bring up after those of `blocks`."""
-    every = range(manager.geometry.layers)
-    hot = min(manager.hot.homes_free(layer) for layer in every)
-    warm = min(manager.outflow.homes_free(layer) for layer in every)
-    below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
-    return max(0, hot + warm - int(below.sum()) - 1)  # one frame is for the tail
+    directory, homed = manager.directory, manager.hot.homed
+    warm = min(manager.outflow.homes_free(layer) for layer in range(manager.geometry.layers))
+    below = directory.hot[blocks] == NOWHERE
+    rooms = []
+    if homed:
+        hot = min(manager.hot.homes_free(layer) for layer in homed)
+        rooms.append(hot + warm - int(below[:, homed].any(axis=1).sum()) - 1)  # one for the tail
+    if len(homed) < manager.geometry.layers:
+        away = below & (directory.warm[blocks] == NOWHERE)
+        rooms.append(warm - int(away.any(axis=1).sum()))
+    return max(0, min(rooms))
 
 
 def promote(manager: PageManager, blocks: Blocks) -> None:
     """Bring pages up into frames that are free: the first blocks hot, the next ones warm.
+
+    Pages of layers that select have no home in hot memory, so all of those go to warm.
 
     blocks: ``[n]``, different ones. Reads run ahead. Of others' pages only those move that nobody
     uses and the prefix cache keeps.
@@ -85,21 +112,21 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
     """
-    every = range(manager.geometry.layers)
-    below = (manager.directory.hot[blocks] == NOWHERE).any(axis=1)
-    room = min(manager.hot.homes_free(layer) for layer in every)
-    if manager.prefix is not None and (short := int(below.sum()) - room) > 0:
-        manager.prefix.leave_hot(short)
-        room = min(manager.hot.homes_free(layer) for layer in every)
-    _promote_hot(manager, blocks[below][:room])
+    if homed := manager.hot.homed:
+        below = blocks[(manager.directory.hot[blocks][:, homed] == NOWHERE).any(axis=1)]
+        room = min(manager.hot.homes_free(layer) for layer in homed)
+        if manager.prefix is not None and len(below) > room:
+            manager.prefix.leave_hot(len(below) - room)
+            room = min(manager.hot.homes_free(layer) for layer in homed)
+        _promote_hot(manager, below[:room])
     if manager.cold is not None:
-        _promote_warm(manager, blocks[below][room:])
+        _promote_warm(manager, blocks)
 
 
 def _promote_hot(manager: PageManager, blocks: Blocks) -> None:
     step = manager.placement.staging_pages
     fetches = []
-    for layer in range(manager.geometry.layers):
+    for layer in manager.hot.homed:
         missing = blocks[manager.directory.hot[blocks, layer] == NOWHERE]
         fetches += [Fetch(layer, missing[at : at + step]) for at in range(0, len(missing), step)]
     if not fetches:
@@ -111,7 +138,9 @@ def _promote_hot(manager: PageManager, blocks: Blocks) -> None:
 
 
 def _settle_hot(manager: PageManager, fetch: Fetch, staged: Arena) -> None:
-    """Give staged pages a home in hot memory. Their homes in warm memory are free then."""
+    """Give staged pages a home in hot memory. Their homes in warm memory are free then, unless
+    what those hold could not be made again: a page is never encoded from what it was decoded to.
+    """
     frames = manager.hot.take(fetch.layer, fetch.blocks, len(fetch.blocks))
     arena = manager.hot.arenas[fetch.layer]
     for start, stop in runs(frames):
@@ -120,7 +149,8 @@ def _settle_hot(manager: PageManager, fetch: Fetch, staged: Arena) -> None:
         arena.v_frames[:, target].copy_(staged.v_frames[:, start:stop])
     with manager.tiers.changed:
         manager.directory.hot[fetch.blocks, fetch.layer] = frames
-        manager.outflow.leave_home(fetch.layer, fetch.blocks)
+        if manager.tiers.format.codec.lossless:
+            manager.outflow.leave_home(fetch.layer, fetch.blocks)
 
 
 def _promote_warm(manager: PageManager, blocks: Blocks) -> None:

@@ -1,7 +1,8 @@
 """A saved context as one file, and back.
 
 Chunks (see `tierkv.tiers.chunks`): ``NAME``, ``MANI`` (manifest and tokens as the store keeps
-them), then one ``PAGE`` for each page, in the order of keys: the key, and the frame under zstd.
+them), then one ``PAGE`` for each page, in the order of keys: the key, and the frame under zstd. A
+page that a packed store keeps in two slots is followed by a ``REST`` with the other one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.packed import REST
 
+_PAGE, _REST = b"PAGE", b"REST"
 BATCH_BYTES = 8 << 20
 """Bytes of pages read or written at once."""
 
@@ -31,17 +33,11 @@ def export_context(cold: ColdStore, name: str, path: Path, *, force: bool = Fals
     cold: opened with the frame size of the context's pages.
 
     Raises:
-        ConfigError: there is no such context, the file exists (`force` replaces it), it cannot be
-            written, or a page of a packed store is in two slots.
+        ConfigError: there is no such context, the file exists (`force` replaces it), or it cannot
+            be written.
         ColdReadError: a page is missing or damaged.
     """
     kept, ids = manifest.find(cold, name)
-    rests = [REST + key for key in kept.page_keys(ids)]
-    if len(cold.missing(rests)) < len(rests):
-        raise ConfigError(
-            f"context {name!r} has pages that did not shrink (codec raw+zstd) and cannot be "
-            f"exported; save it with codec: raw"
-        )
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; --force replaces it")
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
@@ -51,8 +47,9 @@ def export_context(cold: ColdStore, name: str, path: Path, *, force: bool = Fals
             chunks.add(b"NAME", name.encode())
             chunks.add(b"MANI", manifest.pack(kept, ids))
             compressor = zstandard.ZstdCompressor()
-            for key, frame in _frames(cold, sorted(kept.page_keys(ids))):
-                chunks.add(b"PAGE", bytes([len(key)]) + key + compressor.compress(frame))
+            for key, frame in _frames(cold, _slots(cold, kept.page_keys(ids))):
+                kind, page = (_REST, key[len(REST) :]) if key.startswith(REST) else (_PAGE, key)
+                chunks.add(kind, bytes([len(page)]) + page + compressor.compress(frame))
             chunks.end()
             file.flush()
             os.fsync(file.fileno())
@@ -100,9 +97,9 @@ def import_context(
     written: list[bytes] = []
     try:
         batch: list[tuple[bytes, bytes]] = []
-        for key, frame in _pages(path):
-            if key not in cold:
-                batch.append((key, frame))
+        for slots in _pages(path):
+            if slots[0][0] not in cold:
+                batch += slots
             if len(batch) * kept.frame_bytes >= BATCH_BYTES:
                 written += _put(cold, batch)
                 batch = []
@@ -110,9 +107,16 @@ def import_context(
         manifest.write(cold, name, kept, ids)
     except BaseException:
         keep = inventory.named(cold)
-        cold.drop([key for key in written if key not in keep])
+        cold.drop([key for key in written if key.removeprefix(REST) not in keep])
         raise
-    return len(written)
+    return sum(not key.startswith(REST) for key in written)
+
+
+def _slots(cold: ColdStore, pages: set[bytes]) -> list[bytes]:
+    """Return the keys of all slots that pages are in: a page's own, then that of its rest."""
+    ordered = sorted(pages)
+    whole = set(cold.missing([REST + key for key in ordered]))
+    return [slot for key in ordered for slot in (key, REST + key) if slot not in whole]
 
 
 def _put(cold: ColdStore, batch: list[tuple[bytes, bytes]]) -> list[bytes]:
@@ -147,16 +151,18 @@ def _head(path: Path, chunks: Iterator[tuple[bytes, bytes]]) -> tuple[str, Manif
     return text, kept, ids
 
 
-def _pages(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, frame) of all pages, checked: those of the manifest, all, in order."""
+def _pages(path: Path) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Yield the slots of each page, (key, frame), checked: pages of the manifest, all, in order."""
     chunks = read_chunks(path)
     _, kept, ids = _head(path, chunks)
     decompressor = zstandard.ZstdDecompressor()
     expected = iter(sorted(kept.page_keys(ids)))
+    page: list[tuple[bytes, bytes]] = []
     for kind, payload in chunks:
         length = payload[0] if payload else 0
         key, packed = payload[1 : 1 + length], payload[1 + length :]
-        if kind != b"PAGE" or key != next(expected, None):
+        rest = kind == _REST and [key] == [slot for slot, _ in page]
+        if not rest and (kind != _PAGE or key != next(expected, None)):
             raise ArchiveError(f"{path} holds other pages than its context names")
         try:
             fits = zstandard.frame_content_size(packed) == kept.frame_bytes
@@ -165,6 +171,13 @@ def _pages(path: Path) -> Iterator[tuple[bytes, bytes]]:
             raise ArchiveError(f"{path}: page {key.hex()}: {error}") from error
         if len(frame) != kept.frame_bytes:
             raise ArchiveError(f"{path}: page {key.hex()} is not of {kept.frame_bytes} bytes")
-        yield key, frame
+        if rest:
+            page.append((REST + key, frame))
+            continue
+        if page:
+            yield page
+        page = [(key, frame)]
     if next(expected, None) is not None:
         raise ArchiveError(f"{path} lacks pages of its context")
+    if page:
+        yield page

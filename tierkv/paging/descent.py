@@ -24,8 +24,10 @@ def make_room(manager: PageManager, down: Callable[[], list[int]]) -> list[int]:
         WarmBudgetError, DiskBudgetError: they cannot; nothing that is in use was touched.
         ColdWriteError: an earlier write to disk failed, and again just now.
     """
-    if manager.prefix is not None and (pages := max(down())):
-        manager.prefix.leave_hot(pages)
+    if manager.prefix is not None:
+        need = down()
+        if pages := max((need[layer] for layer in manager.hot.homed), default=0):
+            manager.prefix.leave_hot(pages)
     while True:
         need = down()
         try:
@@ -44,20 +46,24 @@ def demote(manager: PageManager, blocks: Blocks) -> None:
         WarmBudgetError, DiskBudgetError: no room there; nothing was moved.
         ColdWriteError: a write to disk failed; what was not moved yet stays hot.
     """
-    hot, cold = manager.directory.hot[blocks], manager.directory.cold[blocks]
-    manager.outflow.check_room(((hot != NOWHERE) & ~cold).sum(axis=0).tolist())
-    for layer in range(manager.geometry.layers):
-        move_down(manager, layer, blocks[hot[:, layer] != NOWHERE])
+    directory, every = manager.directory, range(manager.geometry.layers)
+    hot = [blocks[directory.hot[blocks, layer] != NOWHERE] for layer in every]
+    with manager.tiers.changed:
+        down = [int((~directory.is_below(hot[layer], layer)).sum()) for layer in every]
+    manager.outflow.check_room(down)
+    for layer in every:
+        move_down(manager, layer, hot[layer])
 
 
 def move_down(manager: PageManager, layer: int, blocks: Blocks) -> None:
-    """Move hot pages of one layer down; those that are on disk already are just dropped."""
+    """Move hot pages of one layer down; those that a tier below holds already are just dropped."""
     if not len(blocks):
         return
     manager.lookahead.cancel()
     frames = manager.directory.hot[blocks, layer]
     blocks, frames = blocks[np.argsort(frames)], np.sort(frames)  # runs are read without a gather
-    lasting = ~manager.directory.cold[blocks, layer]
+    with manager.tiers.changed:
+        lasting = ~manager.directory.is_below(blocks, layer)
     if lasting.any():
         k, v = manager.hot.arenas[layer].pages(frames[lasting])
         try:

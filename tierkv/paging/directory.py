@@ -69,6 +69,10 @@ class PageDirectory:
             self.saved.pop(block, None)
             heapq.heappush(self._free, block)
 
+    def is_below(self, blocks: Blocks, layer: int) -> npt.NDArray[np.bool_]:
+        """Return which pages of a layer warm or cold hold, whether they are hot or not."""
+        return (self.warm[blocks, layer] != NOWHERE) | self.cold[blocks, layer]
+
     @property
     def live(self) -> int:
         """Blocks that somebody holds."""

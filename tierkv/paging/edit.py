@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierkv.errors import ConfigError
 from tierkv.paging.directory import Blocks
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import make_plan
 from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.turns import activate, copy_tails
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames
 
@@ -26,6 +26,7 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     old, new = sequences.batch, len(rows)
     if not old or (new == old and (rows == np.arange(old)).all()):
         return
+    activate(manager, sequences)
     extra = manager.take_tails(new - old) if new > old else sequences.tails[:, :0]
     past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
     tails = np.concatenate([sequences.tails[:, :new], extra], axis=1)
@@ -47,19 +48,19 @@ def fork(manager: PageManager, sequences: Sequences) -> Sequences:
     """Return sequences of their own that hold what these hold.
 
     Sealed pages are shared by reference, tails are copied; closing either leaves the other whole.
+    Where attention is selective they take turns.
 
     Raises:
-        ConfigError: attention is selective, which keeps one context at a time.
         HotBudgetError, WarmBudgetError, DiskBudgetError: no room for more tails; nothing changed.
     """
-    if manager.selective is not None:
-        raise ConfigError("attention='selective' keeps one context at a time: it cannot be forked")
     twin = Sequences(manager.geometry.layers)
     if not sequences.batch:
         return twin
+    if manager.selective is not None:
+        twin.waiting = copy_tails(manager, sequences)
     manager.start(twin, sequences.batch)
     past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
-    if offset:
+    if offset and twin.waiting is None:
         for layer, arena in enumerate(manager.hot.arenas):
             _copy_frames(arena, sequences.tails[layer], twin.tails[layer])
     shared = sequences.blocks[:, :past]
@@ -87,6 +88,7 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     """
     if not sequences.batch or all(now <= length for now in sequences.lengths):
         return
+    activate(manager, sequences)
     tokens = manager.geometry.page_tokens
     keep, offset = divmod(length, tokens)
     cut = {

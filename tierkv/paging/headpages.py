@@ -65,16 +65,18 @@ def skip_cold(
     return pages.masked_fill(skipped, -1)
 
 
-def open_pages(manager: PageManager, fetch: Fetch) -> Sources:
+def open_pages(manager: PageManager, fetch: Fetch, *, encoded: bool = False) -> Sources:
     """Pin pages and start their disk reads; the caller releases them.
+
+    encoded: as warm or cold hold them, even where they are hot too.
 
     Raises:
         WarmBudgetError: there are more pages on disk among them than warm memory takes in.
     """
-    sources = manager.open_sources(fetch)
+    sources = manager.open_sources(fetch, encoded=encoded)
     if sources is None:  # upcoming lookups hold the inbound frames
         manager.lookahead.cancel()
-        sources = manager.open_sources(fetch)
+        sources = manager.open_sources(fetch, encoded=encoded)
     if sources is None:
         raise WarmBudgetError(f"{len(fetch.blocks)} pages from disk find no room; raise cpu_budget")
     return sources

@@ -24,9 +24,11 @@ from tierkv.paging.lookup import Lookup
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.plan import Fetch, Plan, make_plan
 from tierkv.paging.prefix import PrefixCache
-from tierkv.paging.selective import Selective, SelectiveState
+from tierkv.paging.selective import Selective
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
+from tierkv.paging.turns import activate
+from tierkv.paging.window import slide, window_pages
 from tierkv.paging.writer import Writer
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames
@@ -44,6 +46,7 @@ class PageManager:
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
         codec: how pages are stored below hot.
+        residual_tokens: last tokens of each sequence that stay hot where pages are encoded.
         salt: part of the keys of pages that are kept.
         prefix_cache: keep pages findable by their tokens after their sequences are closed.
 
@@ -62,6 +65,7 @@ class PageManager:
         io_threads: int = 4,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        residual_tokens: int = 0,
         salt: str = "",
         prefix_cache: bool = False,
     ):
@@ -80,6 +84,13 @@ class PageManager:
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
         self.stats, self.selective = self.tiers.stats, self.tiers.selective
+        self.window_pages = 0
+        if not codec.lossless:
+            try:
+                self.window_pages = window_pages(residual_tokens, geometry, self.placement)
+            except BaseException:
+                self.tiers.close()
+                raise
         self.lookahead = Lookahead(self, self.transfer, geometry.layers, self.stats)
         self.outflow = Outflow(self.tiers, self.lookahead.cancel)
         self._writer = Writer(self.tiers, self.outflow)
@@ -104,9 +115,7 @@ class PageManager:
         self._check_open()
         k, v = k.detach(), v.detach()
         batch, new = k.shape[0], k.shape[2]
-        self._close_discarded()
-        if self.selective is not None:
-            self._own(self.selective, sequences, batch, sequences.lengths[layer] + new)
+        self.admit(sequences, batch, sequences.lengths[layer] + new)
         if sequences not in self._open:
             self.start(sequences, batch)
         tokens = self.geometry.page_tokens
@@ -119,10 +128,25 @@ class PageManager:
             sequences.extend(self.new_blocks(batch * missing).reshape(batch, missing))
         tails = sequences.tails[layer].copy()
         kept = self._writer.keep_tail(layer, tails, offset) if new > 1 and offset else None
-        self._writer.write(sequences, layer, k, v, past, offset)
-        sequences.lengths[layer] = length + new
+        self._write(sequences, layer, k, v)
         visible = offset + 1 if new == 1 else offset
         return Lookup(self, sequences, layer, past, tails, visible, kept, new)
+
+    def _write(self, sequences: Sequences, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write tokens of one layer; pages that the residual window holds after all others."""
+        length, new, tokens = sequences.lengths[layer], k.shape[2], self.geometry.page_tokens
+        past, offset = divmod(length, tokens)
+        sealed = (offset + new) // tokens
+        if sealed and self.window_pages:
+            spare = slide(self, sequences, layer, past, sealed)  # what can fail comes first
+            down = sealed - spare // sequences.batch
+            at = down * tokens - offset
+            if down and spare:
+                first = k[:, :, :at], v[:, :, :at]
+                self._writer.write(sequences, layer, *first, past, offset, spare=spare)
+                k, v, past, offset = k[:, :, at:], v[:, :, at:], past + down, 0
+        self._writer.write(sequences, layer, k, v, past, offset)
+        sequences.lengths[layer] = length + new
 
     def begin_token(self, sequences: Sequences) -> None:
         """Make room for one token of each open sequence, which a captured step will write.
@@ -133,31 +157,37 @@ class PageManager:
         self._check_open()
         self._reserve(sequences, 1)
         length = sequences.lengths[0]
-        if self.selective is not None:
-            self._own(self.selective, sequences, sequences.batch, length + 1)
+        self.admit(sequences, sequences.batch, length + 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
             sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
         """Count the tokens that a captured step has written; seal the pages they fill."""
         sequences.lengths = [length + 1 for length in sequences.lengths]
-        if sequences.lengths[0] % self.geometry.page_tokens == 0:
+        past, rest = divmod(sequences.lengths[0], self.geometry.page_tokens)
+        if rest == 0:
+            if self.window_pages:
+                for layer in range(self.geometry.layers):
+                    slide(self, sequences, layer, past - 1, 1)
             self._writer.seal_tails(sequences)
 
-    def _own(
-        self, selective: SelectiveState, sequences: Sequences, batch: int, length: int
-    ) -> None:
-        """Check that the one context of selective attention is this one and may grow."""
+    def admit(self, sequences: Sequences, batch: int, length: int) -> None:
+        """Let sequences go on, up to `length` tokens each; where attention is selective, in turn.
+
+        Raises:
+            ConfigError: attention is selective, and they are several, or `max_context` is less.
+            BudgetError, ColdReadError: see `turns.activate`.
+        """
+        self._close_discarded()
+        selective = self.selective
+        if selective is None:
+            return
         if batch != 1:
             raise ConfigError(
                 f"attention='selective' decodes one sequence at a time, got a batch of {batch}"
             )
-        if selective.owner not in (None, sequences):
-            raise ConfigError(
-                "attention='selective' keeps one context at a time; close() the other cache first"
-            )
         selective.check_room(length // self.geometry.page_tokens, self.geometry.page_tokens)
-        selective.owner = sequences
+        activate(self, sequences)
 
     def new_blocks(self, count: int) -> Blocks:
         """Make blocks with one reference each."""
@@ -165,17 +195,20 @@ class PageManager:
             return self.directory.new_blocks(count)
 
     def start(self, sequences: Sequences, batch: int) -> None:
-        """Make `sequences`, new ones, an empty batch: only their tails take frames.
+        """Make `sequences`, new ones, an empty batch: only tails take frames, unless they wait.
 
         Raises:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room for the tails.
         """
         self._check_open()
         self._close_discarded()
-        sequences.tails = self.take_tails(batch)
+        if sequences.waiting is None:
+            sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
         self._open.add(sequences)
+        if self.selective is not None and sequences.waiting is None:
+            self.selective.owner = sequences
 
     def take_tails(self, count: int) -> Frames:
         """Take `count` tail frames in every layer, ``[layers, count]``; demotes if it must.
@@ -183,7 +216,7 @@ class PageManager:
         Raises:
             HotBudgetError: the tails of all open sequences need more frames than there are.
         """
-        held = sum(sequences.batch for sequences in self._open)
+        held = sum(sequences.batch for sequences in self._open if sequences.waiting is None)
         if held + count > self.hot.frames_per_layer:
             page, layers = self.geometry.page_bytes, self.geometry.layers
             raise HotBudgetError(
@@ -237,8 +270,11 @@ class PageManager:
             sequences.plans[layer] = plan
         return plan
 
-    def open_sources(self, fetch: Fetch) -> Sources | None:
-        """Pin a fetch's pages and start their disk reads; None when warm frames are short."""
+    def open_sources(self, fetch: Fetch, *, encoded: bool = False) -> Sources | None:
+        """Pin a fetch's pages and start their disk reads; None when warm frames are short.
+
+        encoded: as warm or cold hold them, even where they are hot too.
+        """
         if fetch.settled:
             self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.tiers.format.page_bytes
             sources: Sources = fetch.settled[0]
@@ -246,6 +282,8 @@ class PageManager:
         layer, blocks = fetch.layer, fetch.blocks
         with self.tiers.changed:
             hot, frames = self.directory.hot[blocks, layer], self.directory.warm[blocks, layer]
+            if encoded:
+                hot = np.full_like(hot, NOWHERE)
             on_device = np.flatnonzero(hot != NOWHERE)
             missing = np.flatnonzero((hot == NOWHERE) & (frames == NOWHERE))
             if len(missing) > self.warm.inbound.free:
@@ -322,8 +360,8 @@ class PageManager:
         if self.selective is not None and self.selective.owner is sequences:
             self.selective.forget()
         self.lookahead.cancel()
-        for layer in range(self.geometry.layers):
-            self.hot.give(layer, sequences.tails[layer])
+        for layer, tails in enumerate(sequences.tails):
+            self.hot.give(layer, tails)
         sequences.changed()
         self.release(sequences.blocks)
 

@@ -122,7 +122,8 @@ class PrefixCache:
             return (directory.refs[blocks] == 1) & (directory.hot[blocks] != NOWHERE).any(axis=1)
 
         def free() -> int:
-            return min(pool.free for pool in self._manager.hot.pools)
+            hot = self._manager.hot
+            return min((hot.pools[layer].free for layer in hot.homed), default=0)
 
         goal = free() + pages
         while (count := goal - free()) > 0 and len(blocks := self.tree.oldest(count, idle)):

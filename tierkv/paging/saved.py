@@ -6,9 +6,8 @@ brings it up into free frames, with reads running ahead on threads; no forward p
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import closing
 
 import numpy as np
@@ -16,21 +15,17 @@ import torch
 from torch.nn.functional import pad
 
 from tierkv.errors import ColdReadError, ConfigError
-from tierkv.paging.adopt import adopt, promote, register
-from tierkv.paging.directory import NOWHERE
+from tierkv.paging import adopt
+from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.headpages import open_pages
 from tierkv.paging.keys import page_key
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.turns import activate
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
-
-BATCH_BYTES = 8 << 20
-"""Bytes of one read or write."""
-READS_AHEAD = 6
-"""Reads under way while earlier ones are appended."""
 
 
 def store_of(manager: PageManager) -> ColdStore:
@@ -53,6 +48,7 @@ def save(manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes]
         DiskBudgetError, ColdWriteError: what was written of this call is dropped again.
         ColdReadError: a page could not be read to be written, likewise.
     """
+    activate(manager, sequences)
     written = list[bytes]()
     try:
         if not manager.tiers.format.codec.lossless:
@@ -112,18 +108,19 @@ def _frames(
 def _save_encoded(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], written: list[bytes]
 ) -> None:
-    """Write sealed pages that are below hot as they were encoded, once and for all."""
+    """Write sealed pages that tiers below hot hold as they were encoded, once and for all."""
     cold, step = store_of(manager), manager.warm.inbound.capacity
     past = sequences.lengths[0] // manager.geometry.page_tokens
     for layer in range(manager.geometry.layers):
         blocks = sequences.blocks[0, :past]
-        below = np.flatnonzero(manager.directory.hot[blocks, layer] == NOWHERE)
+        with manager.tiers.changed:
+            below = np.flatnonzero(manager.directory.is_below(blocks, layer))
         named = {page_key(block_keys[at], layer): at for at in below.tolist()}
         fresh = cold.missing(list(named))
         for start in range(0, len(fresh), step):
             keys = fresh[start : start + step]
             part = np.array([named[key] for key in keys], dtype=np.int64)
-            sources = open_pages(manager, Fetch(layer, blocks[part]))
+            sources = open_pages(manager, Fetch(layer, blocks[part]), encoded=True)
             try:
                 for read in sources.reads:
                     read.result()
@@ -135,87 +132,47 @@ def _save_encoded(
             written += keys
 
 
-def missing(manager: PageManager, block_keys: Sequence[bytes]) -> int:
-    """Return how many pages of a saved context the store does not hold."""
-    layers = range(manager.geometry.layers)
-    keys = [page_key(key, layer) for key in block_keys for layer in layers]
-    return len(store_of(manager).missing(keys))
-
-
 def restore(
     manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
 ) -> None:
     """Make a new sequence hold saved pages.
 
-    As many as there are free frames for are read, straight into place; the others stay where they
-    are on disk, are never written again, and are checked when they are read.
+    As many as there are free frames for are read, straight into place; the others, which the store
+    must hold, stay where they are on disk, are never written again, and are checked when they are
+    read. Nothing is looked up before the first read: the disk is what takes the time.
 
     Raises:
         ColdReadError: a page is missing or damaged. The sequence is closed, nothing else changed.
         HotBudgetError, WarmBudgetError, DiskBudgetError: no room, likewise.
     """
-    if manager.selective is not None:
-        _append(manager, sequences, block_keys, tokens)
-        return
     pages, rest = divmod(tokens, manager.geometry.page_tokens)
-    blocks = register(manager, block_keys)
+    blocks = adopt.register(manager, block_keys)
     try:
-        adopt(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
-    finally:
-        manager.release(blocks)
-    try:
-        promote(manager, blocks[:pages])
+        adopt.begin(manager, sequences, blocks[None, :pages], blocks[pages:], rest)
+        _check_left(manager, sequences)
     except BaseException:
         manager.close_sequences(sequences)
         raise
+    finally:
+        manager.release(blocks)
 
 
 def above(manager: PageManager, sequences: Sequences) -> bool:
     """Whether all sealed pages of a batch are hot or warm."""
-    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens]
+    return not len(_left(manager, sequences))
+
+
+def _left(manager: PageManager, sequences: Sequences) -> Blocks:
+    """Return (block, layer) of the sealed pages that are neither hot nor warm, ``[n, 2]``."""
+    sealed = sequences.blocks[:, : sequences.lengths[0] // manager.geometry.page_tokens].reshape(-1)
     hot, warm = manager.directory.hot[sealed], manager.directory.warm[sealed]
-    return bool(((hot != NOWHERE) | (warm != NOWHERE)).all())
+    rows, layers = np.nonzero((hot == NOWHERE) & (warm == NOWHERE))
+    return np.stack([sealed[rows], layers], axis=1)
 
 
-def _append(
-    manager: PageManager, sequences: Sequences, block_keys: Sequence[bytes], tokens: int
-) -> None:
-    """Append saved pages as a prefill would: selective attention takes note of each."""
-    try:
-        with ThreadPoolExecutor(READS_AHEAD, "tierkv-restore") as pool:
-            for layer, raw, count in _read_ahead(manager, block_keys, tokens, pool):
-                pages = manager.tiers.format.pages(raw)
-                k, v = (x.flatten(1, 2)[None, :, :count] for x in pages)
-                manager.append(sequences, layer, k.to(manager.device), v.to(manager.device))
-    except BaseException:
-        manager.close_sequences(sequences)
-        raise
-
-
-def _read_ahead(
-    manager: PageManager, block_keys: Sequence[bytes], tokens: int, pool: ThreadPoolExecutor
-) -> Iterator[tuple[int, torch.Tensor, int]]:
-    """Yield (layer, frames, tokens) in the order in which a prefill would append them."""
-    cold, geometry = store_of(manager), manager.geometry
-    size = manager.warm.frame_bytes
-    step = max(1, BATCH_BYTES // size)
-
-    def read(keys: list[bytes]) -> torch.Tensor:
-        buffer = aligned_buffer(len(keys) * size)
-        cold.read_into(keys, [buffer[i * size : (i + 1) * size] for i in range(len(keys))])
-        return torch.frombuffer(buffer, dtype=torch.uint8).view(len(keys), size)
-
-    waiting: deque[tuple[int, int, Future[torch.Tensor]]] = deque()
-    for start in range(0, len(block_keys), step):
-        blocks = block_keys[start : start + step]
-        count = min(len(blocks) * geometry.page_tokens, tokens - start * geometry.page_tokens)
-        if count <= 0:
-            raise ColdReadError(f"{len(block_keys)} pages for {tokens} tokens")
-        for layer in range(geometry.layers):
-            keys = [page_key(block, layer) for block in blocks]
-            waiting.append((layer, count, pool.submit(read, keys)))
-            if len(waiting) > READS_AHEAD:
-                first, held, future = waiting.popleft()
-                yield first, future.result(), held
-    for layer, count, future in waiting:
-        yield layer, future.result(), count
+def _check_left(manager: PageManager, sequences: Sequences) -> None:
+    """Raise `ColdReadError` if the store lacks pages that stay there."""
+    left = _left(manager, sequences).tolist()
+    gone = store_of(manager).missing([manager.tiers.key(*page) for page in left])
+    if gone:
+        raise ColdReadError(f"{len(gone)} of {len(left)} pages left on disk are not in the store")

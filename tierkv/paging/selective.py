@@ -107,6 +107,7 @@ class SelectiveState:
         announced: the same of the choices made ahead of their layer.
         away: pages without a warm home, as far as read by address.
         owner: the sequences whose pages these are.
+        turns: how often a context took over that had waited.
         reader: what the attention keeps per layer; opaque here.
         faults: brings pages on disk that captured steps wait for; None until one does.
     """
@@ -126,6 +127,7 @@ class SelectiveState:
         self.counters, self.announced = torch.zeros((2, heads, 4), dtype=torch.int64, device=device)
         self.away = 0
         self.owner: Sequences | None = None
+        self.turns = 0
         self.reader: object | None = None
         self.faults: FaultService | None = None
 
@@ -148,6 +150,8 @@ class SelectiveState:
         *counts, used = self.counters.sum(dim=0).tolist()
         reused, fetched, awaited, _ = self.announced.sum(dim=0).tolist()
         report: dict[str, Any] = dict(zip(names, counts, strict=True))
+        if self.turns:
+            report["turns"] = self.turns
         chosen = reused + fetched + awaited
         if chosen:
             report["foreseen"] = {"chosen": chosen, "fetched": fetched, "used": used}

@@ -23,6 +23,7 @@ class Sequences:
         lengths: tokens appended so far, per layer. Equal between forwards.
         tails: ``[layers, batch]`` hot frame that the next token of each sequence goes to.
         plans: what each layer's last lookup consisted of; the next one extends it.
+        waiting: K and V of each layer's tails while these have no frames; see `turns`.
     """
 
     def __init__(self, layers: int):
@@ -31,6 +32,7 @@ class Sequences:
         self.tails: npt.NDArray[np.int64] = np.zeros((layers, 0), dtype=np.int64)
         self.num_blocks = 0
         self.plans: dict[int, Plan] = {}
+        self.waiting: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._tail_index: dict[int, torch.Tensor] = {}
         self._table: Blocks = np.zeros((0, 0), dtype=np.int64)
 

@@ -7,19 +7,22 @@ import struct
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierkv.codecs import RAW, Codec
+from tierkv.codecs.base import identity
 from tierkv.page import Geometry
-from tierkv.paging.directory import PageDirectory
+from tierkv.paging.directory import NOWHERE, Blocks, PageDirectory
 from tierkv.paging.keys import page_key
 from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.frames import Frames
 from tierkv.tiers.hot import HotTier
-from tierkv.tiers.packed import PackedStore
+from tierkv.tiers.packed import PackedStore, UnpackedStore
 from tierkv.tiers.transfer import Transfer
 from tierkv.tiers.warm import WarmTier
 
@@ -105,11 +108,19 @@ class TierSet:
             return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
 
+    def home_addresses(self, blocks: Blocks, layer: int) -> Frames:
+        """Return where pages begin in host memory, ``[n]``; 0 for those without a warm home."""
+        frames = self.directory.warm[blocks, layer]
+        settled = (frames != NOWHERE) & (frames < self.warm.homes.capacity)
+        addresses = np.zeros(len(blocks), dtype=np.int64)
+        addresses[settled] = self.warm.addresses(frames[settled])
+        return addresses
+
     @property
     def stored_codec(self) -> str:
         """How pages are stored on disk, as far as another store could not read them."""
         packed = "+zstd" if isinstance(self.cold, PackedStore) else ""
-        return self.format.codec.name + packed
+        return identity(self.format.codec) + packed
 
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
@@ -124,7 +135,7 @@ class TierSet:
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}
-        if isinstance(self.cold, PackedStore):
+        if isinstance(self.cold, PackedStore | UnpackedStore):
             report["packing"] = self.cold.report()
         if self.selective is not None and (self.selective.spec.slots or self.selective.spec.skips):
             report["selective"] = self.selective.report()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierkv.paging.directory import NOWHERE
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.selective import TAIL_FRAME
 from tierkv.paging.sequences import Sequences
@@ -37,8 +36,12 @@ class Writer:
         v: torch.Tensor,
         past: int,
         offset: int,
+        spare: int = 0,
     ) -> None:
-        """Write tokens to tails and homes on the device, and pages without a home downwards."""
+        """Write tokens to tails and homes on the device, and pages without a home downwards.
+
+        spare: hot frames to leave free.
+        """
         tokens, batch, new = self.tiers.geometry.page_tokens, k.shape[0], k.shape[2]
         arena = self.tiers.hot.arenas[layer]
         sealed, rest = divmod(offset + new, tokens)
@@ -50,7 +53,7 @@ class Writer:
                 for row in range(batch):
                     arena.write_tokens(int(tails[row]) * tokens + offset, k[row], v[row])
             return
-        homes = min(sealed, self.tiers.hot.homes_free(layer) // batch)
+        homes = min(sealed, max(self.tiers.hot.homes_free(layer) - spare, 0) // batch)
         if homes < sealed:  # first what can fail: until then nothing of the sequences changes
             self._seal_down(sequences, layer, k, v, past, offset, homes, sealed)
         chain = tails[:, None]
@@ -207,10 +210,5 @@ class Writer:
         state = tiers.selective
         if state is None or not state.spec.selects(layer):
             return
-        addresses = None
-        if state.spec.slots:
-            frames = tiers.directory.warm[blocks, layer]
-            settled = (frames != NOWHERE) & (frames < tiers.warm.homes.capacity)
-            addresses = np.zeros(len(blocks), dtype=np.int64)
-            addresses[settled] = tiers.warm.addresses(frames[settled])
+        addresses = tiers.home_addresses(blocks, layer) if state.spec.slots else None
         state.sealed(layer, position, k, v, tiers.hot.arenas[layer], addresses)

@@ -15,30 +15,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tierkv.errors import (
-    ColdReadError,
     ColdWriteError,
     ConfigError,
     StoreError,
 )
 from tierkv.page import SECTOR
 from tierkv.tiers.catalogue import Catalogue
-from tierkv.tiers.direct_io import aligned_buffer, probe_direct_io
+from tierkv.tiers.commit import Committer
+from tierkv.tiers.compaction import compact
+from tierkv.tiers.direct_io import probe_direct_io
 from tierkv.tiers.extents import FILE_BYTES
 from tierkv.tiers.faults import COUNTERS, DAMAGE, BadPagesError, VerifyReport
 from tierkv.tiers.lifetime import Lifetime
 from tierkv.tiers.metadata import Metadata
 from tierkv.tiers.owner import OwnerLock
 from tierkv.tiers.payloads import Payloads
-from tierkv.tiers.record import BadRecordError, Record, payload_hash
+from tierkv.tiers.record import BadRecordError, Record
 from tierkv.tiers.wear import COUNTER_NAME, DailyWrites
-
-_MOVE_BYTES = 8 << 20
 
 
 class ColdStore(Metadata):
@@ -128,20 +127,22 @@ class ColdStore(Metadata):
             if not keys:
                 return
             with self._counting_failures():
-                self._put(keys, views)
+                self._commit.put(keys, views)
             self._count("pages_written", len(keys))
             self._count("bytes_written", len(keys) * self.frame_bytes)
 
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Fill each buffer with the page stored under its key, checked against its checksum.
 
-        Neighbours on disk are read in one call. Damaged pages are dropped from the store. A page
-        whose read failed in the operating system (``io_errors``) is kept: the next may succeed.
+        Neighbours on disk are read in one call, into one buffer if they are neighbours there too.
+        Damaged pages are dropped from the store. A page whose read failed in the operating system
+        (``io_errors``) is kept: the next may succeed.
 
         Args:
             keys: pages stored by `put`.
-            buffers: writable, C-contiguous, `frame_bytes` bytes each; read into without a copy
-                if their address is a multiple of 4096.
+            buffers: writable, C-contiguous, for one page each or for several, together for as
+                many as there are keys; read into without a copy if their address is a multiple of
+                4096.
 
         Raises:
             BadPagesError: a `ColdReadError`; `faults` names the keys that could not be read. Their
@@ -149,9 +150,9 @@ class ColdStore(Metadata):
             StoreError: malformed arguments.
         """
         with self._lifetime.using():
-            views = self._payloads.views(keys, buffers, writable=True)
+            views = self._payloads.targets(keys, buffers)
             faults, values = self._payloads.read(self.frame_bytes, keys, views)
-            num_read = sum(key not in faults for key in keys)
+            num_read = sum(key not in faults for key in keys) if faults else len(keys)
             self._count("pages_read", num_read)
             self._count("bytes_read", num_read * self.frame_bytes)
             if faults:
@@ -212,20 +213,8 @@ class ColdStore(Metadata):
         Raises:
             WriteLimitError, DiskBudgetError, ColdWriteError: what was moved before stays moved.
         """
-        moved, size = 0, self.frame_bytes
-        step = max(1, _MOVE_BYTES // size)
         with self._lifetime.using(), self._writer:
-            with self._payloads.lock:
-                moves = self._payloads.moves()
-            memory = aligned_buffer(min(step, max(1, len(moves))) * size)
-            for start in range(0, len(moves), step):
-                batch = moves[start : start + step]
-                views = [memory[i * size : (i + 1) * size] for i in range(len(batch))]
-                faults, _ = self._payloads.read(size, [key for key, _ in batch], views)
-                whole = [i for i, (key, _) in enumerate(batch) if key not in faults]
-                keys, places = [batch[i][0] for i in whole], [batch[i][1] for i in whole]
-                self._put(keys, [views[i] for i in whole], places)
-                moved += len(whole)
+            moved = compact(self._payloads, self._commit)
             self._trim(own=True)
         return moved
 
@@ -306,7 +295,9 @@ class ColdStore(Metadata):
             direct=self.direct_io,
         )
         undo.callback(self._payloads.close)
-        self._own = self._payloads.own
+        self._commit = Committer(
+            self._payloads, self._catalogue, self.writes, durable=self._durable
+        )
         for rows in self._catalogue.scan():
             if faults := self._payloads.claim(rows):
                 self._catalogue.delete_many(faults)
@@ -321,45 +312,6 @@ class ColdStore(Metadata):
                 self._payloads.trim(own=own)
         except OSError as error:
             raise StoreError(f"cannot shrink the files in {self.directory}: {error}") from error
-
-    @contextmanager
-    def _writing_payloads(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ColdWriteError(
-                f"writing pages to {self.directory} failed: {error}; nothing became visible"
-            ) from error
-
-    def _put(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        places: Sequence[int] | None = None,
-    ) -> None:
-        """Write pages and make them visible; `places` are free positions to use, if it matters."""
-        num_bytes = len(keys) * self.frame_bytes
-        self.writes.check(num_bytes)
-        with self._writing_payloads(), self._payloads.lock:
-            if places is None:
-                positions: Sequence[int] = self._payloads.reserve(len(keys))
-            else:
-                self._payloads.reserve_at(places)
-                positions = places
-        records: dict[bytes, bytes] = {}
-        try:
-            for key, view, position in zip(keys, views, positions, strict=True):
-                place = self._own.place(position)
-                record = Record(self.frame_bytes, *place, view.nbytes, payload_hash(view))
-                records[key] = record.pack(key)
-            with self._writing_payloads():
-                self._own.write(positions, views, durable=self._durable)
-            self.writes.add(num_bytes)
-            replaced = self._catalogue.put_many(records, {COUNTER_NAME: self.writes.packed()})
-        except BaseException:
-            self._give_back(positions, records)
-            raise
-        self._payloads.free(replaced)
 
     def _stored_counter(self) -> bytes | None:
         try:
@@ -377,19 +329,6 @@ class ColdStore(Metadata):
             if rows is None:
                 return
             yield rows
-
-    def _give_back(self, positions: Sequence[int], records: Mapping[bytes, bytes]) -> None:
-        """Free the slots of a failed batch, unless an interrupt came after its commit.
-
-        If the catalogue cannot tell, they stay in use until the next opening.
-        """
-        try:
-            stored = self._catalogue.get_many(records)
-        except ColdReadError:
-            return
-        if not any(value == records[key] for key, value in zip(records, stored, strict=True)):
-            with self._payloads.lock:
-                self._own.slots.release(positions)
 
     def _drop_damaged(self, values: Mapping[bytes, bytes]) -> None:
         """Drop those of these records that nobody has replaced meanwhile."""

@@ -11,6 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from tierkv.tiers.direct_io import (
     MAX_TRANSFER_BYTES,
@@ -21,10 +24,14 @@ from tierkv.tiers.direct_io import (
     write_frames,
 )
 from tierkv.tiers.faults import Fault
+from tierkv.tiers.frame_views import FrameViews
+from tierkv.tiers.frames import Frames
 from tierkv.tiers.slots import SlotMap
 
 FILE_BYTES = 4 << 30
 """Bytes one extent file may grow to. Part of the on-disk format."""
+
+Place = TypeVar("Place", int, Frames)
 
 _FILE_NAME = re.compile(r"([0-9]+)-([0-9]+)\.kv")
 
@@ -56,8 +63,8 @@ class Extents:
             if match := _FILE_NAME.fullmatch(path.name):
                 self._open_file(int(match[2]))
 
-    def position(self, file_index: int, slot: int) -> int:
-        """Return the position of a slot."""
+    def position(self, file_index: Place, slot: Place) -> Place:
+        """Return the position of a slot, or of each of several."""
         return file_index * self.slots_per_file + slot
 
     def place(self, position: int) -> tuple[int, int]:
@@ -69,20 +76,20 @@ class Extents:
         inside = slot < self._num_slots.get(file_index, 0)
         return inside and self.slots.claim(self.position(file_index, slot))
 
-    def read(self, positions: Sequence[int], views: Sequence[memoryview]) -> list[Fault | None]:
-        """Fill each of `views` (``[frame_bytes]`` uint8) from its position.
+    def read(self, positions: Frames, views: FrameViews, frames: Frames) -> dict[int, Fault]:
+        """Fill frames of `views` from positions; both ``[n]``.
 
-        Returns None for each frame that came whole, else its fault: one bad frame does not spoil
-        its neighbours.
+        Returns the faults, by index into them: one bad frame does not spoil its neighbours.
         """
-        faults: list[Fault | None] = [None] * len(positions)
-        for run in self._runs(positions):
-            fault = self._read_run(positions[run[0]], [views[i] for i in run])
+        faults: dict[int, Fault] = {}
+        for run in map(np.array, self._runs(positions.tolist())):
+            fault = self._read_run(int(positions[run[0]]), views.pieces(frames[run]))
             if fault and len(run) == 1:
-                faults[run[0]] = fault
+                faults[int(run[0])] = fault
             elif fault:
-                for i in run:
-                    faults[i] = self._read_run(positions[i], [views[i]])
+                for i in run.tolist():
+                    if alone := self._read_run(int(positions[i]), [views.view(int(frames[i]))]):
+                        faults[i] = alone
         return faults
 
     def write(
@@ -183,7 +190,7 @@ class Extents:
             done = read_frames(fd, offset, views, direct=self._direct)
         except OSError as error:
             return Fault("io_errors", str(error))
-        expected = self.frame_bytes * len(views)
+        expected = sum(view.nbytes for view in views)
         if done != expected:
             return Fault("truncated", f"{done} of {expected} bytes at offset {offset}")
         return None

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 
 from tierkv.codecs import RAW, Codec, encoded_bytes
-from tierkv.codecs.affine import Affine
-from tierkv.codecs.raw import Raw
 from tierkv.errors import ConfigError
 from tierkv.kernels import codec as kernels
 from tierkv.kernels import gather
@@ -39,7 +37,7 @@ class FrameFormat:
         self.page_bytes = encoded_bytes(codec, geometry)
         whole = SECTOR if on_disk or codec.lossless else ROW
         self.frame_bytes = round_up(self.page_bytes, whole)
-        self._layout = codec.layout(geometry) if isinstance(codec, Affine) else None
+        self._layout = codec.layout(geometry)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, frames: torch.Tensor) -> None:
         """Encode pages. k, v: ``[kv_heads, n, page_tokens, dim]``; frames: ``[n, frame_bytes]``."""
@@ -82,7 +80,6 @@ class FrameFormat:
 
     def prepare_fetch(self, addresses: torch.Tensor, fetches: Fetches, pages: PagedKV) -> Launch:
         """Prepare a fetch of head-pages from pinned frames; see `tierkv.kernels.gather`."""
-        self.check_fetch()
         if self._layout is None:
             return gather.prepare_fetch(addresses, fetches, pages)
         return kernels.prepare_fetch(self._layout, addresses, fetches, pages)
@@ -91,12 +88,12 @@ class FrameFormat:
         """Check that a kernel fetches single head-pages.
 
         Raises:
-            ConfigError: none decodes this codec.
+            ConfigError: none decodes this codec at this geometry.
         """
-        if self._layout is None and not isinstance(self.codec, Raw):
+        if self._layout is not None and not self._layout.supported:
             raise ConfigError(
-                f"codec: attention='selective' on a GPU reads raw, int8, int8-channel or int4 "
-                f"pages, got {self.codec.name!r}"
+                f"codec: attention='selective' on a GPU cannot read {self.codec.name!r} pages of "
+                f"{self.geometry.k_dim} and {self.geometry.v_dim} {self.geometry.dtype}; use 'raw'"
             )
 
     def select(

@@ -33,6 +33,7 @@ class HotTier:
         selecting: K and V of the last group of layers that select, by frame:
             ``[s, kv_heads, frames, page_tokens, dim]``; None if there is none.
         owner: ``[layers, frames]`` logical block in each frame, `FREE` or `TAIL`.
+        homed: layers whose sealed pages may stay for good.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class HotTier:
     ):
         self.geometry = geometry
         extra = list(selective) or [None] * geometry.layers
-        self._homes = [frames is None for frames in extra]
+        self.homed = [layer for layer, more in enumerate(extra) if more is None]
         taken = [frames_per_layer if more is None else 1 for more in extra]
         self.frames_per_layer = min(taken)
         self.arenas: list[Arena] = []
@@ -64,7 +65,7 @@ class HotTier:
 
     def homes_free(self, layer: int) -> int:
         """Frames of one layer that sealed pages may take for good."""
-        return self.pools[layer].free if self._homes[layer] else 0
+        return self.pools[layer].free if layer in self.homed else 0
 
     def take(self, layer: int, owners: Frames | int, count: int) -> Frames:
         """Take `count` frames of `layer` for `owners` (block ids, or `TAIL`)."""

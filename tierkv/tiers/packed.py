@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from dataclasses import asdict
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tierkv.codecs.base import identity
 from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
 from tierkv.page import SECTOR
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import BadPagesError, Fault
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.frame_views import FrameViews
+from tierkv.tiers.packing import PROBE_BYTES, Packing
 from tierkv.units import round_up
 
 REST = b"rest/"
@@ -50,8 +55,13 @@ class PackedStore(ColdStore):
         level: of zstd.
         threads: that pack.
 
-    `room` counts slots: a page that does not shrink takes two.
+        `room` counts slots: a page that does not shrink takes two.
+
+    Attributes:
+        packing: why pages are packed here.
     """
+
+    packing = Packing(True)
 
     def __init__(
         self,
@@ -103,8 +113,10 @@ class PackedStore(ColdStore):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Read and unpack pages; see `ColdStore.read_into`."""
         step, faults = max(1, BATCH_BYTES // self.frame_bytes), dict[bytes, Fault]()
+        frames = FrameViews(buffers, self.page_frame_bytes, len(keys)).each()
         for at in range(0, len(keys), step):
-            faults |= self._read_packed(keys[at : at + step], buffers[at : at + step])
+            part = keys[at : at + step]
+            faults |= self._read_packed(part, list(islice(frames, len(part))))
         if faults:
             raise BadPagesError(faults, len(keys))
 
@@ -144,6 +156,7 @@ class PackedStore(ColdStore):
         size, pages = self.page_bytes, sums["packed"] + sums["not_packed"]
         slots = pages + sums["not_packed"]
         return {
+            **asdict(self.packing),
             "pages": pages,
             "not_packed": sums["not_packed"],
             "ratio": pages * self.page_frame_bytes / (slots * self.frame_bytes) if slots else None,
@@ -195,6 +208,18 @@ class PackedStore(ColdStore):
                 self._sums[name] += int(amount)
 
 
+class UnpackedStore(ColdStore):
+    """A cold store whose pages were to be packed, on a disk that is faster than unpacking."""
+
+    def __init__(self, directory: str | Path, packing: Packing, **limits: Any) -> None:
+        self.packing = packing
+        super().__init__(directory, **limits)
+
+    def report(self) -> dict[str, Any]:
+        """Return what was measured when packing was switched off."""
+        return asdict(self.packing)
+
+
 def _bytes(slot: memoryview) -> Bytes:
     return np.frombuffer(slot, np.uint8)
 
@@ -205,24 +230,66 @@ def _length(slot: memoryview) -> int:
 
 
 def open_store(
-    directory: str | Path, layout: FrameFormat, level: int | None, *, threads: int, **limits: Any
+    directory: str | Path,
+    layout: FrameFormat,
+    level: int | None,
+    *,
+    threads: int,
+    always: bool = True,
+    **limits: Any,
 ) -> ColdStore:
     """Open a store for frames of a format, packed at a level of zstd or, if that is None, not.
 
-    Pages of one sector cannot take less, and are not packed.
+    Pages of one sector cannot take less, and are not packed. Unless `always`, nor are those of a
+    store whose disk was found faster than unpacking when it was first opened so; a warning says so.
     """
     size = layout.frame_bytes
-    if not _shrinks(layout, level):
+    if level is None or not _shrinks(layout, level):
         return ColdStore(directory, frame_bytes=size, **limits)
-    return PackedStore(
+    store = PackedStore(
         directory, page_frame_bytes=size, page_bytes=layout.page_bytes,
-        dtype=layout.geometry.dtype, level=level or LEVEL, threads=threads, **limits,
+        dtype=layout.geometry.dtype, level=level, threads=threads, **limits,
     )  # fmt: skip
+    try:
+        store.packing = _decide(store, layout, level, threads, always)
+    except BaseException:
+        store.close()
+        raise
+    if store.packing.on:
+        return store
+    store.close()
+    warnings.warn(
+        f"codec: zstd is off for {directory}, faster without it: {store.packing} "
+        f"(raw+zstd:{level} packs all the same, and takes less of the disk)",
+        stacklevel=2,
+    )
+    return UnpackedStore(directory, store.packing, frame_bytes=size, **limits)
 
 
-def stored_codec(layout: FrameFormat, level: int | None) -> str:
-    """Return how pages are stored on disk, as far as another store could not read them."""
-    return layout.codec.name + ("+zstd" if _shrinks(layout, level) else "")
+def _decide(
+    store: PackedStore, layout: FrameFormat, level: int, threads: int, always: bool
+) -> Packing:
+    """Return what the store remembers, or find out; where packing is on, it stays on."""
+    known = Packing.remembered(store)
+    if known is not None and (known.on or not always):
+        return known
+    scarce = store.room() * store.frame_bytes < PROBE_BYTES
+    if always or scarce:
+        found = Packing(True)
+    else:
+        found = Packing.measured(
+            store.directory, layout.page_bytes, layout.geometry.dtype, level=level, threads=threads
+        )
+    if not scarce:
+        found.remember(store)
+    return found
+
+
+def stored_codec(layout: FrameFormat, level: int | None, store: ColdStore, *, always: bool) -> str:
+    """Return how `open_store` would store pages on disk, as far as another could not read them."""
+    known = Packing.remembered(store)
+    packed = _shrinks(layout, level) and (always or known is None or known.on)
+    return identity(layout.codec) + ("+zstd" if packed else "")
 
 
 def _shrinks(layout: FrameFormat, level: int | None) -> bool:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from tierkv.errors import StoreError
 from tierkv.tiers.budget import DiskBudget
@@ -17,17 +21,20 @@ from tierkv.tiers.catalogue import Catalogue
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.extents import Extents, frame_sizes
 from tierkv.tiers.faults import Fault
-from tierkv.tiers.record import MAX_KEY_BYTES, BadRecordError, Record, payload_hash
+from tierkv.tiers.frame_views import FrameViews
+from tierkv.tiers.frames import Frames
+from tierkv.tiers.record import MAX_KEY_BYTES, BadRecordError, Record, payload_hash, unpack_many
 
 _GROWTH_BYTES = 64 << 20
 _VERIFY_BYTES = 16 << 20
+_PLACE = ("frame_bytes", "file_index", "slot")
 
 
 class Payloads:
     """Reads and frees payloads by their records; `own` is the frame size that is written.
 
     `lock` must be held around every method but `read`, `verify`, `free`, which take it themselves,
-    `views` and `close`, and around the use of `own.slots`.
+    `views`, `targets` and `close`, and around the use of `own.slots`.
     """
 
     def __init__(
@@ -54,50 +61,52 @@ class Payloads:
             raise
         self.own = self._extents[frame_bytes]
 
-    def claim(self, rows: Iterable[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
+    def claim(self, rows: Sequence[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
         """Mark the slots that these (key, record bytes) name as used; return those that cannot be.
 
         Their headers are damaged, or their slots are not there: no read could succeed.
         """
         faults: dict[bytes, Fault] = {}
-        for key, value in rows:
-            try:
-                record = Record.unpack(key, value)
-            except BadRecordError as error:
-                faults[key] = Fault("bad_header", str(error))
+        whole, records = unpack_many([key for key, _ in rows], [value for _, value in rows])
+        places = zip(*(records[name].tolist() for name in _PLACE), strict=True)
+        for (key, value), is_whole in zip(rows, whole.tolist(), strict=True):
+            if not is_whole:
+                faults[key] = _why_not(key, value)
                 continue
-            extents = self._extents.get(record.frame_bytes)
-            if extents is None or not extents.claim(record.file_index, record.slot):
-                detail = f"slot {record.slot} of file {record.file_index} is not there"
-                faults[key] = Fault("truncated", detail)
+            frame_bytes, file_index, slot = next(places)
+            extents = self._extents.get(frame_bytes)
+            if extents is None or not extents.claim(file_index, slot):
+                faults[key] = Fault("truncated", f"slot {slot} of file {file_index} is not there")
         return faults
 
-    def views(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool = False
-    ) -> list[memoryview]:
+    def views(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[memoryview]:
         """Return `buffers`, one per key and of our own size, as ``[frame_bytes]`` uint8 views.
 
         Raises:
             StoreError: keys or buffers are malformed.
         """
-        frame_bytes = self.own.frame_bytes
+        _check_keys(keys)
         if len(keys) != len(buffers):
             raise StoreError(f"{len(keys)} keys but {len(buffers)} buffers")
-        for key in keys:
-            if not 1 <= len(key) <= MAX_KEY_BYTES:
-                raise StoreError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")
         for buffer in buffers:
-            if buffer.nbytes != frame_bytes or not buffer.c_contiguous:
+            if buffer.nbytes != self.own.frame_bytes or not buffer.c_contiguous:
                 raise StoreError(
-                    f"a page must be {frame_bytes} contiguous bytes, got {buffer.nbytes} "
+                    f"a page must be {self.own.frame_bytes} contiguous bytes, got {buffer.nbytes} "
                     f"(contiguous: {buffer.c_contiguous})"
                 )
-            if writable and buffer.readonly:
-                raise StoreError("cannot read a page into a read-only buffer")
         return [buffer.cast("B") for buffer in buffers]
 
+    def targets(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> FrameViews:
+        """Return `buffers`, writable ones that hold a frame of our own size for each key.
+
+        Raises:
+            StoreError: keys or buffers are malformed.
+        """
+        _check_keys(keys)
+        return FrameViews(buffers, self.own.frame_bytes, len(keys))
+
     def read(
-        self, frame_bytes: int, keys: Sequence[bytes], views: Sequence[memoryview]
+        self, frame_bytes: int, keys: Sequence[bytes], views: FrameViews
     ) -> tuple[dict[bytes, Fault], dict[bytes, bytes]]:
         """Fill `views` with the pages of `keys`, all of one frame size.
 
@@ -105,29 +114,28 @@ class Payloads:
         is filled unless its key is among the faults.
         """
         extents = self._extents[frame_bytes]
-        faults: dict[bytes, Fault] = {}
-        found: list[tuple[bytes, Record, memoryview]] = []
         with self.lock:
-            values = dict(zip(keys, self._catalogue.get_many(keys), strict=True))
-            for key, view in zip(keys, views, strict=True):
-                record = _unpack(key, values[key], frame_bytes)
-                if isinstance(record, Fault):
-                    faults[key] = record
-                else:
-                    found.append((key, record, view))
-            positions = [extents.position(r.file_index, r.slot) for _, r, _ in found]
-            extents.slots.pin(positions)
+            values = self._catalogue.get_many(keys)
+            frames, records = _of_size(keys, values, frame_bytes)
+            positions = _positions(extents, records)
+            extents.slots.pin(positions.tolist())
+        faults: dict[bytes, Fault] = {}
+        for index in np.setdiff1d(np.arange(len(keys)), frames).tolist():
+            faults[keys[index]] = _why_not(keys[index], values[index])
         try:
-            outcomes = extents.read(positions, [view for *_, view in found])
-            for (key, record, view), outcome in zip(found, outcomes, strict=True):
-                fault = outcome or _check_payload(record, view)
+            unread = extents.read(positions, views, frames)
+            sizes, hashes = records["payload_bytes"].tolist(), records["payload_hash"].tolist()
+            for i, frame in enumerate(frames.tolist()):
+                fault = unread.get(i) or _check_payload(views.view(frame), sizes[i], hashes[i])
                 if fault:
-                    faults[key] = fault
+                    faults[keys[frame]] = fault
         finally:
             with self.lock:
-                extents.slots.unpin(positions)
-        faulty = {key: value for key in faults if (value := values[key]) is not None}
-        return faults, faulty
+                extents.slots.unpin(positions.tolist())
+        if not faults:
+            return faults, {}
+        stored = dict(zip(keys, values, strict=True))
+        return faults, {key: value for key in faults if (value := stored[key]) is not None}
 
     def verify(self, rows: Sequence[tuple[bytes, bytes]]) -> dict[bytes, Fault]:
         """Read the pages of these (key, record bytes), of any frame size; return the faults.
@@ -144,10 +152,10 @@ class Payloads:
         for frame_bytes, keys in keys_by_size.items():
             count = max(1, min(len(keys), _VERIFY_BYTES // frame_bytes))
             memory = aligned_buffer(count * frame_bytes)
-            views = [memory[i * frame_bytes : (i + 1) * frame_bytes] for i in range(count)]
             for start in range(0, len(keys), count):
                 batch = keys[start : start + count]
-                faults |= self.read(frame_bytes, batch, views[: len(batch)])[0]
+                views = FrameViews([memory[: len(batch) * frame_bytes]], frame_bytes, len(batch))
+                faults |= self.read(frame_bytes, batch, views)[0]
         return faults
 
     def free(self, values: Mapping[bytes, bytes]) -> None:
@@ -224,10 +232,10 @@ class Payloads:
         """
         used: list[tuple[int, bytes]] = []
         for rows in self._catalogue.scan():
-            for key, value in rows:
-                record = _unpack(key, value, self.own.frame_bytes)
-                if isinstance(record, Record):
-                    used.append((self.own.position(record.file_index, record.slot), key))
+            keys = [key for key, _ in rows]
+            index, records = _of_size(keys, [value for _, value in rows], self.own.frame_bytes)
+            positions = _positions(self.own, records).tolist()
+            used += [(at, keys[i]) for at, i in zip(positions, index.tolist(), strict=True)]
         used.sort(reverse=True)
         free = self.own.slots.free_positions()
         pairs = zip(used, free, strict=False)
@@ -246,20 +254,39 @@ class Payloads:
         return growth + self._catalogue.growth_bytes(count)
 
 
-def _unpack(key: bytes, value: bytes | None, frame_bytes: int) -> Record | Fault:
+def _of_size(
+    keys: Sequence[bytes], values: Sequence[bytes | None], frame_bytes: int
+) -> tuple[Frames, npt.NDArray[Any]]:
+    """Return which keys have an intact record of a frame size, and the fields of those records."""
+    whole, records = unpack_many(keys, values)
+    own = records["frame_bytes"] == frame_bytes
+    return np.flatnonzero(whole)[own], records[own]
+
+
+def _positions(extents: Extents, records: npt.NDArray[Any]) -> Frames:
+    files, slots = records["file_index"].astype(np.int64), records["slot"].astype(np.int64)
+    return extents.position(files, slots)
+
+
+def _why_not(key: bytes, value: bytes | None) -> Fault:
+    """Say what is wrong with a record that `_of_size` left out."""
     if value is None:
         return Fault("missing", "no such key")
     try:
         record = Record.unpack(key, value)
     except BadRecordError as error:
         return Fault("bad_header", str(error))
-    if record.frame_bytes != frame_bytes:
-        return Fault("other_frame_bytes", f"a page of {record.frame_bytes} bytes")
-    return record
+    return Fault("other_frame_bytes", f"a page of {record.frame_bytes} bytes")
 
 
-def _check_payload(record: Record, view: memoryview) -> Fault | None:
-    found = payload_hash(view[: record.payload_bytes])
-    if found == record.payload_hash:
+def _check_payload(view: memoryview, num_bytes: int, expected: int) -> Fault | None:
+    found = payload_hash(view[:num_bytes])
+    if found == expected:
         return None
-    return Fault("bad_checksum", f"xxh3-64 {found:016x} instead of {record.payload_hash:016x}")
+    return Fault("bad_checksum", f"xxh3-64 {found:016x} instead of {expected:016x}")
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    for key in keys:
+        if not 1 <= len(key) <= MAX_KEY_BYTES:
+            raise StoreError(f"a key must have 1 to {MAX_KEY_BYTES} bytes, got {len(key)}")

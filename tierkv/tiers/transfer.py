@@ -33,8 +33,8 @@ from tierkv.tiers.warm import WarmTier, page_run_keys
 MIN_COPY_BYTES = 512 << 10
 """Below this many bytes a copy, on average, one gather by a kernel beats the copy engine: issuing
 a copy takes as long as moving that much."""
-
-
+MIN_READ_BYTES = 512 << 10
+"""Reads from disk of fewer bytes are not divided among threads: each costs the host, too."""
 PREPARED_READS = 512
 """Prepared layouts of staging buffers that are kept; most blocks fill a buffer."""
 
@@ -66,7 +66,7 @@ class Transfer:
         self._up_pool = ThreadPoolExecutor(1, "tierkv-up")
         self._spill_pool = ThreadPoolExecutor(1, "tierkv-spill")
         self._io_pool = ThreadPoolExecutor(io_threads, "tierkv-io")
-        self.io_threads = io_threads
+        self.io_threads, self.min_read_bytes = io_threads, MIN_READ_BYTES
         self._asides: dict[int, Any] = {}
         if self.cuda:
             self._up = StreamClock(torch.cuda.Stream(device, priority=-1))
@@ -334,9 +334,10 @@ class Transfer:
         """Start reading pages from disk into warm frames, spread over the I/O threads.
 
         settled: no copy to or from the frames is pending, so that no thread has to ask CUDA.
-        share: pages that one thread reads; equal shares by default.
+        share: pages that one thread reads; equal shares by default, of `MIN_READ_BYTES` or more.
         """
-        share = share or max(-(-len(keys) // self.io_threads), 1)
+        least = -(-self.min_read_bytes // self.warm.frame_bytes)
+        share = share or max(-(-len(keys) // self.io_threads), least)
         return [
             self._io_pool.submit(
                 self._read, keys[at : at + share], frames[at : at + share], settled
@@ -348,7 +349,10 @@ class Transfer:
         assert self.cold is not None
         if not settled:
             self.wait_frames(frames)
-        self.cold.read_into(keys, [self.warm.payload(frame) for frame in frames.tolist()])
+        neighbours = runs(page_run_keys(self.warm, frames))
+        self.cold.read_into(
+            keys, [self.warm.payload(int(frames[at]), stop - at) for at, stop in neighbours]
+        )
 
     def spill(self, task: Callable[[], None]) -> Future[None]:
         """Run a write to disk on the spill thread, in the order asked for."""

@@ -20,9 +20,9 @@ from tierkv.tiers import host_memory
 from tierkv.tiers.frames import FramePool, Frames
 from tierkv.units import format_bytes
 
-CHUNK_BYTES = 256 << 20
-"""Host memory is taken in steps of this size."""
-CHUNKS_AHEAD = 6
+CHUNK_BYTES = 64 << 20
+"""Host memory is taken in steps of this size: the first frames should not wait for many others."""
+CHUNKS_AHEAD = 24
 """Chunks that are touched and pinned in the background before a frame in them is needed."""
 FREE_FLOOR_BYTES = 256 << 20
 """Host memory that is left to everything else."""
@@ -86,16 +86,16 @@ class WarmTier:
         bases = np.array([starts[chunk] for chunk in chunks.tolist()], dtype=np.int64)
         return bases + index * self.frame_bytes
 
-    def payload(self, frame: int) -> memoryview:
-        """Return one frame's memory, `SECTOR`-aligned, writable."""
+    def payload(self, frame: int, count: int = 1) -> memoryview:
+        """Return the memory of `count` frames of one chunk, `SECTOR`-aligned, writable."""
         chunk, index = divmod(frame, self.chunk_frames)
         self._chunk(chunk)
-        start = index * self.frame_bytes
-        return memoryview(self._chunks[chunk].result()[0])[start : start + self.frame_bytes]
+        start, stop = index * self.frame_bytes, (index + count) * self.frame_bytes
+        return memoryview(self._chunks[chunk].result()[0])[start:stop]
 
     def _chunk(self, chunk: int) -> torch.Tensor:
         """Return a chunk's frames, ``[frames, frame_bytes]``; pinned memory is made ahead."""
-        self._begin(chunk)
+        self._begin(chunk, chunk + CHUNKS_AHEAD if self.pinned else chunk)
         try:
             return self._chunks[chunk].result()[1]
         except WarmBudgetError:
@@ -103,18 +103,19 @@ class WarmTier:
                 self._chunks.pop(chunk, None)  # there may be memory next time
             raise
 
-    def _begin(self, chunk: int) -> None:
+    def _begin(self, chunk: int, last: int) -> None:
+        """Take a chunk, and those up to `last` in the background, unless it is taken already."""
         if chunk not in self._chunks:
             with self._taking:
-                last = min(chunk + CHUNKS_AHEAD if self.pinned else chunk, self.num_chunks - 1)
-                for near in range(chunk, last + 1):
+                for near in range(chunk, min(last, self.num_chunks - 1) + 1):
                     if near not in self._chunks:
                         self._chunks[near] = self._take(near)
 
     def expect_reads(self) -> None:
         """Begin to take and pin what pages from disk pass through, before they are asked for."""
         if self.pinned and self.inbound.capacity:
-            self._begin(self.homes.capacity // self.chunk_frames)
+            first, stop = self.homes.capacity, self.outbound_start
+            self._begin(first // self.chunk_frames, (stop - 1) // self.chunk_frames)
 
     @property
     def num_chunks(self) -> int:

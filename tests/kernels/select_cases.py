@@ -174,7 +174,7 @@ class Head:
     stats: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
 
     def plan(
-        self, chosen: list[int], present: list[bool], step: int
+        self, chosen: list[int], present: list[bool], step: int, waits: bool
     ) -> tuple[list[int], list[tuple[int, int]], list[int]]:
         """Return the frames to attend to, the fetches (page, frame), and the missing pages."""
         hits = [page for page in chosen if page in self.where]
@@ -184,7 +184,7 @@ class Head:
                 self.stats[3] += self.stamp[slot] == step
                 self.stamp[slot] = step
         missing = [page for page in chosen if page not in self.where and not present[page]]
-        misses = [page for page in chosen if page not in self.where and present[page]]
+        misses = [page for page in chosen if page not in self.where and (present[page] or waits)]
         free = [slot for slot, page in enumerate(self.held) if page not in hits]
         free.sort(key=lambda slot: (self.held[slot] >= 0, self.stamp[slot], slot))
         fetches = []
@@ -193,7 +193,7 @@ class Head:
             self.held[slot], self.stamp[slot] = page, step
             self.where[page] = self.first_frame + slot
             fetches.append((page, self.first_frame + slot))
-        for i, pages in enumerate((hits, misses, missing)):
+        for i, pages in enumerate((hits, [page for page in misses if present[page]], missing)):
             self.stats[i] += len(pages)
         return [self.where[page] for page in chosen if page in self.where], fetches, missing
 
@@ -249,10 +249,10 @@ def check_plans(
     row = round_up(capacity, 4) + rng.choice([0, 4])
     mass = torch.full((kv_heads, row), float("nan"), device=device)
     sealed, step = int32(0, device), int32(0, device)
-    last = rng.choice([None, rng.randint(1, 16)])
+    last, waits = rng.choice([None, rng.randint(1, 16)]), rng.random() < 0.3
     launch = select.prepare(
         mass, addresses.to(device), cache, plan, sealed=sealed, first=first, recent=recent,
-        step=step, page_tokens=16, mass_target=share, last_frame=5,
+        step=step, page_tokens=16, mass_target=share, last_frame=5, waits=waits,
         last_tokens=None if last is None else int32(last, device),
     )  # fmt: skip
     ending = [] if last is None else [5]
@@ -278,7 +278,7 @@ def check_plans(
         run()
         for index, head in enumerate(heads):
             chosen = [first + i for i in choose(values[index][first:stop], budget, share)]
-            frames, fetches, missing = head.plan(chosen, present, now)
+            frames, fetches, missing = head.plan(chosen, present, now, waits)
 
             def rest(entries: list[int], filler: int = ABSENT, room: int = budget) -> list[int]:
                 return [*entries, *[filler] * (room - len(entries))]

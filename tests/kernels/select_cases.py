@@ -249,7 +249,7 @@ def check_plans(
     row = round_up(capacity, 4) + rng.choice([0, 4])
     mass = torch.full((kv_heads, row), float("nan"), device=device)
     sealed, step = int32(0, device), int32(0, device)
-    last, waits = rng.choice([None, rng.randint(1, 16)]), rng.random() < 0.3
+    last, waits = rng.choice([None, rng.randint(1, 16)]), rng.choice([False, True])
     launch = select.prepare(
         mass, addresses.to(device), cache, plan, sealed=sealed, first=first, recent=recent,
         step=step, page_tokens=16, mass_target=share, last_frame=5, waits=waits,

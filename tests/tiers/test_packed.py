@@ -238,6 +238,20 @@ def test_halves_without_their_page_are_swept(tmp_path: Path) -> None:
         assert bytes(read(store, keys[5:])[0]) == bytes(frames[5])
 
 
+def test_halves_of_pages_of_another_size_stay(tmp_path: Path) -> None:
+    """Bug: opening a store for one model swept the halves of another model's pages."""
+    frames, keys = make_frames(6), [key(i) for i in range(6)]
+    with open_packed(tmp_path) as store:
+        store.put(keys, frames)
+    other = FrameFormat(Geometry(1, 4, 64, 60, torch.bfloat16, 64))
+    limits = {"disk_budget": 64 << 20, "free_floor": 0, "durable": False}
+    with open_store(tmp_path, other, 1, threads=2, **limits) as store:
+        assert isinstance(store, PackedStore) and store.page_frame_bytes != LAYOUT.frame_bytes
+        assert len(store) == 8
+    with open_packed(tmp_path) as store:
+        assert [bytes(x) for x in read(store, keys)] == [bytes(x) for x in frames]
+
+
 def open_as_found(directory: Path, *, always: bool = False, budget: int = 256 << 20) -> ColdStore:
     limits = {"disk_budget": budget, "free_floor": 0, "durable": False}
     return open_store(directory, LAYOUT, 1, threads=2, always=always, **limits)

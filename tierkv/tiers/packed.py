@@ -81,8 +81,8 @@ class PackedStore(ColdStore):
         self._pool = ThreadPoolExecutor(threads, "tierkv-pack")
         super().__init__(directory, frame_bytes=slot_bytes(page_frame_bytes, dtype), **limits)
         # What is left of pages that were dropped by someone who does not know of packing.
-        lost = [key for key in self.keys(REST) if key.removeprefix(REST) not in self]
-        super().drop(lost)
+        whole = [key.removeprefix(REST) for key in self.keys(REST)]
+        super().drop([REST + key for key in self.missing(whole)])
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         """Pack and store all pages or none; see `ColdStore.put`."""

@@ -115,6 +115,34 @@ def test_damage_is_caught_by_the_checksum(tmp_path: Path) -> None:
             read(store, [b"nothing"])
 
 
+@pytest.mark.parametrize("how", ["damaged", "missing", "not packed so"])
+def test_a_page_with_a_bad_half_is_dropped(how: str, tmp_path: Path) -> None:
+    """Bug: only the half that was damaged left the store, which went on to say that it held the
+    page: it could not be read, and was never saved again."""
+    frames, keys = make_frames(3), [key(i) for i in range(3)]
+    with open_packed(tmp_path) as store:
+        store.put(keys, frames)
+        bad = keys[2]
+        if how == "damaged":
+            (extent,) = (tmp_path / "extents").glob("*.kv")
+            content = bytearray(extent.read_bytes())
+            content[3 * store.frame_bytes + 50] ^= 4  # the rest of page 2
+            extent.write_bytes(content)
+        elif how == "missing":
+            ColdStore.drop(store, [b"rest/" + bad])
+        else:
+            bad, slot = keys[0], aligned_buffer(store.frame_bytes)
+            slot[:4] = b"\x08\0\0\0"
+            ColdStore.put(store, [bad], [slot])
+        with pytest.raises(BadPagesError):
+            read(store, keys)
+        assert store.missing(keys) == [bad]
+        left = 2 if how != "not packed so" else 3
+        assert len(store) == left, "no half stays behind"
+        store.put([bad], [frames[keys.index(bad)]])
+        assert [bytes(x) for x in read(store, keys)] == [bytes(x) for x in frames]
+
+
 def test_a_batch_is_stored_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,11 @@ import torch
 
 from tierkv.codecs.base import identity
 from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
+from tierkv.errors import ColdWriteError
 from tierkv.page import SECTOR
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
-from tierkv.tiers.faults import BadPagesError, Fault
+from tierkv.tiers.faults import DAMAGE, BadPagesError, Fault
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frame_views import FrameViews
 from tierkv.tiers.packing import PROBE_BYTES, Packing
@@ -34,7 +35,8 @@ from tierkv.units import round_up
 REST = b"rest/"
 BATCH_BYTES = 16 << 20
 """Bytes of packed pages that one write or read holds beside the frames."""
-
+_GONE = (*DAMAGE, "missing")
+"""Why the rest of a page will never be read."""
 
 SHARES = {torch.bfloat16: 12 / 16, torch.float32: 14 / 16, torch.float16: 15 / 16}
 """Size of a slot over that of a frame, a little more than what pages of each type shrink to."""
@@ -113,27 +115,42 @@ class PackedStore(ColdStore):
     def read_into(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Read and unpack pages; see `ColdStore.read_into`."""
         step, faults = max(1, BATCH_BYTES // self.frame_bytes), dict[bytes, Fault]()
+        halves: list[bytes] = []
         frames = FrameViews(buffers, self.page_frame_bytes, len(keys)).each()
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
-            faults |= self._read_packed(part, list(islice(frames, len(part))))
+            faults |= self._read_packed(part, list(islice(frames, len(part))), halves)
         if faults:
-            raise BadPagesError(faults, len(keys))
+            error = BadPagesError(faults, len(keys))
+            try:
+                if halves:
+                    self.drop(halves)
+            except ColdWriteError as cause:
+                raise error from cause
+            raise error
 
     def _read_packed(
-        self, keys: Sequence[bytes], buffers: Sequence[memoryview]
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], halves: list[bytes]
     ) -> dict[bytes, Fault]:
+        """Read and unpack; return the faults.
+
+        halves: gets the keys of pages whose slot is whole, but which cannot be made of it.
+        """
         slots = dict(zip(keys, self._slots(len(keys)), strict=True))
         faults = self._read(slots)
         whole = [key for key, slot in slots.items() if key not in faults and not _length(slot)]
         rests = dict(zip([REST + key for key in whole], self._slots(len(whole)), strict=True))
         lost = self._read(rests)
         faults |= {key: lost[REST + key] for key in whole if REST + key in lost}
+        halves += [key for key in whole if key in faults and faults[key].reason in _GONE]
         for key, buffer in zip(keys, buffers, strict=True):
             if key not in faults:
                 page = np.frombuffer(buffer, np.uint8)[: self.page_bytes]
                 fault = self._unpack(slots[key], rests.get(REST + key), page)
-                faults |= {} if fault is None else {key: fault}
+                if fault is not None:
+                    self._count(fault.reason)
+                    faults[key] = fault
+                    halves.append(key)
         return faults
 
     def _read(self, slots: Mapping[bytes, memoryview]) -> dict[bytes, Fault]:

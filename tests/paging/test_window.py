@@ -13,7 +13,7 @@ from tests.models import VOCAB, tiny_model
 from tests.paging.manager_helpers import FailNth, check_books, close_all, make_manager, open_store
 from tests.paging.test_codecs import GEOMETRY, INT8, Encoded
 from tests.paging_helpers import budgets
-from tierkv.errors import ColdWriteError, HotBudgetError
+from tierkv.errors import ColdWriteError, HotBudgetError, WarmBudgetError
 from tierkv.paging.directory import NOWHERE
 
 TOKENS = GEOMETRY.page_tokens
@@ -47,6 +47,31 @@ def test_the_last_pages_stay_hot(rows: int, tiers: int, tmp_path: Path) -> None:
                     assert set(range(max(sealed - 2, 0), sealed)) <= set(hot)
                     assert len(hot) == min(sealed, 4), "the share is used, and no more"
             check_books(manager, [batch])
+        batch.check()
+        close_all(manager, [batch])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("homes", [7, 8, 9, 11, 12])
+def test_rows_that_share_pages_stay_within_what_was_reserved(homes: int) -> None:
+    """Bug: beams that share fewer hot pages than there are rows moved those down, which freed too
+    little for a page of each row, and those went down as well: warm memory ran out in the middle
+    of a step, and the step waited for ever."""
+    manager = make_manager(
+        geometry=GEOMETRY, codec=INT8, hot=5, staging=2, homes=homes, residual_tokens=TOKENS
+    )
+    with torch.inference_mode():
+        batch = Encoded.new(manager, 1)
+        batch.append(3 * TOKENS)
+        batch.remap([0, 0, 0])
+        before = manager.warm.homes.free
+        fits = before // (3 * GEOMETRY.layers)
+        for _ in range(fits):
+            batch.append(TOKENS)
+            check_books(manager, [batch])
+        assert before - manager.warm.homes.free == 3 * GEOMETRY.layers * fits
+        with pytest.raises(WarmBudgetError):
+            batch.append(TOKENS)
         batch.check()
         close_all(manager, [batch])
 

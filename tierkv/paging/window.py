@@ -54,11 +54,13 @@ def slide(manager: PageManager, sequences: Sequences, layer: int, past: int, sea
         TierKVError: a page could not move down; what moved before is where it moved to.
     """
     wanted = min(sealed, manager.window_pages) * sequences.batch
-    missing = wanted - manager.hot.homes_free(layer)
-    if missing > 0:
+    free = manager.hot.homes_free(layer)
+    if wanted > free:
         before = sequences.blocks[:, : max(past + sealed - manager.window_pages, 0)][:, :past]
         hot = manager.directory.hot[before, layer] != NOWHERE
         latest = before.T[::-1][hot.T[::-1]]  # by position, the last first
         _, first = np.unique(latest, return_index=True)  # rows may share a page
-        move_down(manager, layer, latest[np.sort(first)][:missing])
+        # No more than all rows can use: a page moved in vain is one that nobody made room for.
+        most = (free + len(first)) // sequences.batch * sequences.batch
+        move_down(manager, layer, latest[np.sort(first)][: max(min(wanted, most) - free, 0)])
     return min(wanted, manager.hot.homes_free(layer))

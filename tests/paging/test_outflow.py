@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import tierkv
 from tests.models import tiny_model
+from tests.paging.manager_helpers import TOKENS, Batch, close_all, make_manager, open_store
 from tests.paging_helpers import budgets
+from tierkv.errors import WriteLimitError
 
 
 def test_a_full_disk_does_not_matter_while_warm_has_room(tmp_path: Path) -> None:
@@ -21,3 +27,27 @@ def test_a_full_disk_does_not_matter_while_warm_has_room(tmp_path: Path) -> None
         tierkv.prefill(wrapped, torch.arange(3, 153)[None], tier_cache)
         assert tier_cache.get_seq_length() == 150
         assert wrapped.stats()["tiers"]["warm"]["pages"] > 0
+
+
+def test_pages_that_are_just_being_written_count_once(tmp_path: Path) -> None:
+    """Bug: between the write of a batch and the moment its frames were free, its pages counted as
+    written and as yet to be written; a step that there was room for was refused."""
+    manager = make_manager(open_store(tmp_path), homes=0, transit=8)
+    assert manager.cold is not None
+    manager.cold.writes.per_day = 12 * manager.cold.frame_bytes
+    written, put = threading.Event(), manager.transfer.put_cold
+
+    def lingers(*args: Any) -> None:
+        put(*args)
+        written.set()
+        time.sleep(0.2)
+
+    manager.transfer.put_cold = lingers  # type: ignore[method-assign]
+    batch = Batch.new(manager, 1)
+    batch.append(3 * TOKENS)
+    assert written.wait(20)
+    batch.append(3 * TOKENS)
+    with pytest.raises(WriteLimitError):
+        batch.append(TOKENS)
+    batch.check()
+    close_all(manager, [batch])

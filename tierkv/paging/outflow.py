@@ -11,6 +11,7 @@ import torch
 from tierkv.errors import ColdWriteError, DiskBudgetError, TierKVError, WarmBudgetError
 from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.tierset import TierSet
+from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frames import Frames
 from tierkv.units import format_bytes
 
@@ -54,7 +55,6 @@ class Outflow:
             return
         with self.tiers.changed:
             quota = [self.homes_free(layer) for layer in range(self.tiers.geometry.layers)]
-            queued = self.tiers.warm.outbound.used
         size, warm = self.tiers.warm.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
             if sum(down) > warm:
@@ -68,14 +68,23 @@ class Outflow:
         to_disk = sum(max(0, need - room) for need, room in zip(down, quota, strict=True))
         if not to_disk:
             return
-        self.tiers.cold.writes.check((to_disk + queued) * size)
-        margin = -(-CATALOGUE_MARGIN_BYTES // size)
-        room = self.tiers.cold.room() - queued - margin
+        try:
+            self._check_disk(self.tiers.cold, to_disk)
+        except DiskBudgetError:  # pages that are just being written may have been counted twice
+            self.tiers.transfer.spill(self._spill).result()
+            self._check_disk(self.tiers.cold, to_disk)
+
+    def _check_disk(self, cold: ColdStore, to_disk: int) -> None:
+        size = self.tiers.warm.frame_bytes
+        with self.tiers.changed:
+            queued = len(self._queued) + self._writing
+        cold.writes.check((to_disk + queued) * size)
+        room = cold.room() - queued - -(-CATALOGUE_MARGIN_BYTES // size)
         if to_disk > room:
             raise DiskBudgetError(
                 f"{to_disk} more pages of {format_bytes(size)} must go to disk, which has room "
                 f"for {max(room, 0)}; raise disk_budget (now "
-                f"{format_bytes(self.tiers.cold.disk_budget)}) by "
+                f"{format_bytes(cold.disk_budget)}) by "
                 f"{format_bytes((to_disk - room) * size)}, free disk space above disk_floor, or "
                 f"raise cpu_budget"
             )

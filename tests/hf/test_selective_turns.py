@@ -112,3 +112,24 @@ def test_a_turn_that_fails_may_be_taken_again(
                 one.generate(**FEW)
         assert two.generate(**FEW)[0].tolist() == wanted
         assert one.generate(**FEW)[0].tolist() == want
+
+
+def test_a_turn_whose_tails_find_no_memory_may_be_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the frames that its tails were on the way to were never free again."""
+    ids, other = tokens(1, 300), tokens(1, 200, seed=2)
+    want, wanted = alone(ids, 9), alone(other, 9)
+    with selecting("cold", tmp_path) as wrapped, wrapped.open() as one, wrapped.open() as two:
+        one.append(ids)
+        two.append(other)
+        with monkeypatch.context() as patch:
+
+            def fails(*_: Any) -> None:
+                raise torch.OutOfMemoryError("no memory")
+
+            patch.setattr(torch.Tensor, "index_copy_", fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                one.generate(**FEW)
+        assert two.generate(**FEW)[0].tolist() == wanted
+        assert one.generate(**FEW)[0].tolist() == want

@@ -33,18 +33,18 @@ def activate(manager: PageManager, sequences: Sequences) -> None:
         _wait(manager, state.owner)
     if sequences.waiting is None:
         return
-    sequences.tails = manager.take_tails(sequences.batch)
-    for layer, (k, v) in enumerate(sequences.waiting):
-        tails, arena = sequences.tail_index(layer, manager.device), manager.hot.arenas[layer]
-        arena.k_frames.index_copy_(1, tails, k.to(manager.device))
-        arena.v_frames.index_copy_(1, tails, v.to(manager.device))
-    sequences.waiting, state.owner = None, sequences
-    state.turns += 1
+    sequences.tails, state.owner = manager.take_tails(sequences.batch), sequences
     try:
+        for layer, (k, v) in enumerate(sequences.waiting):
+            tails, arena = sequences.tail_index(layer, manager.device), manager.hot.arenas[layer]
+            arena.k_frames.index_copy_(1, tails, k.to(manager.device))
+            arena.v_frames.index_copy_(1, tails, v.to(manager.device))
         take_note(manager, sequences)
     except BaseException:
         _wait(manager, sequences)
         raise
+    sequences.waiting = None
+    state.turns += 1
 
 
 def copy_tails(

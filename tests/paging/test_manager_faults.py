@@ -23,6 +23,7 @@ from tests.paging.manager_helpers import (
     make_manager,
     open_store,
 )
+from tests.paging.test_codecs import wait_for_disk
 from tierkv.errors import (
     ColdReadError,
     ColdWriteError,
@@ -31,6 +32,7 @@ from tierkv.errors import (
     WarmBudgetError,
 )
 from tierkv.paging.manager import PageManager
+from tierkv.paging.plan import Fetch
 
 FOREVER = 1 << 30
 TRIES = 12
@@ -318,6 +320,35 @@ def test_host_memory_that_is_refused(managers: Callable[..., PageManager]) -> No
 
     every_n(tell, 5)
     assert sum(surfaced) >= len(surfaced) // 2  # the others were for lookups that never came
+
+
+def test_hot_pages_that_find_no_memory_leave_the_others_free(
+    managers: Callable[..., PageManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: where hot pages could not be gathered beside pages from disk, the frames that those
+    were being read into were never free again."""
+    manager = managers(hot=2, homes=0, transit=4)
+    batch = Batch.new(manager, 1)
+    batch.append(4 * TOKENS)
+    wait_for_disk(manager)
+    manager.lookahead.cancel()
+    fetch = Fetch(0, batch.sequences.blocks[0, :4])
+
+    def fails(frames: Any) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.hot.arenas[0], "pages", fails)
+        with pytest.raises(MemoryError):
+            manager.open_sources(fetch)
+    assert manager.warm.inbound.used == 0
+    sources = manager.open_sources(fetch)
+    assert sources is not None and (sources.num_hot, sources.num_cold) == (1, 3)
+    for read in sources.reads:
+        read.result()
+    sources.release()
+    batch.check()
+    close_all(manager, [batch])
 
 
 def test_sequences_that_could_not_start_hold_nothing(

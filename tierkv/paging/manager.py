@@ -9,6 +9,7 @@ the tier below holds it.
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -301,22 +302,22 @@ class PageManager:
                     self.warm.inbound.give(inbound)
                     self.outflow.unpin(pinned)
 
-        try:
-            spans = self.transfer.spans(slots, frames)  # may take host memory
+        reads, resident = list[Future[None]](), None
+        try:  # all of it may take memory
+            spans = self.transfer.spans(slots, frames)
+            if len(missing):
+                assert self.cold is not None
+                keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
+                reads = self.transfer.read_cold(keys, inbound)
+                self.stats.cold_to_warm_bytes += len(missing) * self.cold.frame_bytes
+            self.stats.warm_to_hot_bytes += len(slots) * self.tiers.format.page_bytes
+            if len(on_device):
+                pages = self.hot.arenas[layer].pages(hot[on_device])
+                resident = (torch.as_tensor(on_device, device=self.device), *pages)
         except BaseException:
+            wait(reads)
             release()
             raise
-        reads = []
-        if len(missing):
-            assert self.cold is not None
-            keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
-            reads = self.transfer.read_cold(keys, inbound)
-            self.stats.cold_to_warm_bytes += len(missing) * self.cold.frame_bytes
-        self.stats.warm_to_hot_bytes += len(slots) * self.tiers.format.page_bytes
-        resident = None
-        if len(on_device):
-            pages = self.hot.arenas[layer].pages(hot[on_device])
-            resident = (torch.as_tensor(on_device, device=self.device), *pages)
         sources = Sources(
             spans, frames, reads, resident, len(on_device), len(slots) - len(missing),
             len(missing), release,

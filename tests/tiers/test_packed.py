@@ -17,6 +17,7 @@ from tierkv.errors import ColdWriteError, ConfigError, DiskBudgetError
 from tierkv.page import Geometry
 from tierkv.paging import manifest
 from tierkv.paging.archive import export_context, import_context
+from tierkv.paging.collect import collect
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import BadPagesError
@@ -129,7 +130,7 @@ def test_a_page_with_a_bad_half_is_dropped(how: str, tmp_path: Path) -> None:
             content[3 * store.frame_bytes + 50] ^= 4  # the rest of page 2
             extent.write_bytes(content)
         elif how == "missing":
-            ColdStore.drop(store, [b"rest/" + bad])
+            store._payloads.free(store._catalogue.delete_many([b"rest/" + bad]))
         else:
             bad, slot = keys[0], aligned_buffer(store.frame_bytes)
             slot[:4] = b"\x08\0\0\0"
@@ -254,16 +255,58 @@ def test_a_failed_import_takes_both_slots_back(
 
 
 def test_halves_without_their_page_are_swept(tmp_path: Path) -> None:
-    """A tool that does not know of packing drops a page but not the rest of it."""
+    """Left by an earlier version, whose tools dropped a page but not the rest of it."""
     frames, keys = make_frames(6), [key(i) for i in range(6)]
     with open_packed(tmp_path) as store:
         store.put(keys, frames)
-        assert len(store) == 8
-        ColdStore.drop(store, keys[:3])
+        store._payloads.free(store._catalogue.delete_many(keys[:3]))
         assert len(store) == 5
     with open_packed(tmp_path) as store:
         assert len(store) == 4
         assert bytes(read(store, keys[5:])[0]) == bytes(frames[5])
+
+
+def plain_store(directory: Path, frame_bytes: int) -> ColdStore:
+    """As the command line opens a store."""
+    return ColdStore(directory, frame_bytes=frame_bytes, disk_budget=1 << 26, free_floor=0)
+
+
+def test_tools_drop_both_halves(tmp_path: Path) -> None:
+    """Bug: `tierkv store gc` and `rm` left the second slot of pages that did not shrink, counted
+    it as stored, and dropped contexts that `--max-bytes` had room for."""
+    frames = make_frames(12)
+    with open_packed(tmp_path) as cold:
+        for at, name in enumerate(("old", "new")):
+            ids = tokens(48, changed=at * 24)
+            book = kept(ids, root=f"{at:02}" * 32, frame_bytes=cold.frame_bytes)
+            cold.put(sorted(book.page_keys(ids)), frames[at * 6 :][:6])
+            manifest.write(cold, name, book, ids)
+        size = cold.frame_bytes
+        assert len(cold) == 16
+    with plain_store(tmp_path, 4096) as cold:
+        done = collect(cold, now=9.0, max_bytes=8 * size, include_saved=True)
+        assert (len(cold), len(done.evicted), done.stored_bytes) == (8, 1, (16 * size, 8 * size))
+        assert manifest.forget(cold, "new" if "old" in done.evicted else "old") == 6
+        assert len(cold) == 0
+
+
+def test_verify_names_the_page_of_a_bad_half(tmp_path: Path) -> None:
+    """Bug: it named the half, so that no context lacked a page, and repair dropped only that."""
+    frames, keys = make_frames(3), [key(i) for i in range(3)]
+    with open_packed(tmp_path) as store:
+        store.put(keys, frames)
+        size = store.frame_bytes
+    (extent,) = (tmp_path / "extents").glob("*.kv")
+    content = bytearray(extent.read_bytes())
+    content[3 * size + 50] ^= 4  # the rest of page 2
+    extent.write_bytes(content)
+    with plain_store(tmp_path, 4096) as cold:
+        report = cold.verify()
+        assert (report.whole, [bad for bad, _ in report.bad]) == (3, [keys[2]])
+    with plain_store(tmp_path, size) as cold:
+        with pytest.raises(BadPagesError):
+            cold.read_into([b"rest/" + keys[2]], [aligned_buffer(size)])
+        assert list(cold.keys()) == keys[:2]
 
 
 def test_halves_of_pages_of_another_size_stay(tmp_path: Path) -> None:

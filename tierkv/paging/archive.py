@@ -18,9 +18,8 @@ from tierkv.paging import inventory, manifest
 from tierkv.paging.keys import Tokens
 from tierkv.paging.manifest import Manifest
 from tierkv.tiers.chunks import ChunkWriter, read_chunks
-from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.cold import REST, ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
-from tierkv.tiers.packed import REST
 
 _PAGE, _REST = b"PAGE", b"REST"
 BATCH_BYTES = 8 << 20

@@ -39,6 +39,10 @@ from tierkv.tiers.payloads import Payloads
 from tierkv.tiers.record import BadRecordError, Record
 from tierkv.tiers.wear import COUNTER_NAME, DailyWrites
 
+REST = b"rest/"
+"""Before the key of a page: the key of what did not fit into its slot (see `packed`). The two are
+halves of one page, and leave the store together."""
+
 
 class ColdStore(Metadata):
     """Pages of one size on disk, by key. Thread-safe; one owner per directory.
@@ -167,7 +171,8 @@ class ColdStore(Metadata):
                 raise error
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Remove the pages under `keys`, of any frame size; return how many there were.
+        """Remove the pages under `keys`, of any frame size and in all their slots; return how many
+        of the keys there were.
 
         A slot that is being read is reused only after that read.
 
@@ -176,12 +181,12 @@ class ColdStore(Metadata):
             StoreError: the pages are gone, but files could not be shrunk.
         """
         with self._lifetime.using(), self._writer:
-            removed = self._catalogue.delete_many(keys)
+            removed = self._catalogue.delete_many([*keys, *map(_other_half, keys)])
             self._payloads.free(removed)
             self._count("pages_dropped", len(removed))
             if removed:
                 self._trim(own=False)
-            return len(removed)
+            return len(removed.keys() & set(keys))
 
     def keys(self, prefix: bytes = b"") -> Iterator[bytes]:
         """Iterate over the keys that start with `prefix`, of every frame size, in order.
@@ -194,7 +199,8 @@ class ColdStore(Metadata):
     def verify(self) -> VerifyReport:
         """Read every page of every frame size; changes nothing, counts nothing.
 
-        Records found damaged when the store was opened are reported too: those are gone.
+        Records found damaged when the store was opened are reported too: those are gone. A page in
+        two slots is named by its own key, whichever of them is bad.
         """
         whole, bad = 0, list(self._bad_at_open)
         for rows in self._scan():
@@ -202,7 +208,7 @@ class ColdStore(Metadata):
                 faults = self._payloads.verify(rows)
             bad += [(key, str(fault)) for key, fault in faults.items() if fault.reason != "missing"]
             whole += len(rows) - len(faults)
-        return VerifyReport(whole, bad)
+        return VerifyReport(whole, [(key.removeprefix(REST), why) for key, why in bad])
 
     def compact(self) -> int:
         """Move pages of our own size from the ends of files into free slots before them, and give
@@ -331,8 +337,13 @@ class ColdStore(Metadata):
             yield rows
 
     def _drop_damaged(self, values: Mapping[bytes, bytes]) -> None:
-        """Drop those of these records that nobody has replaced meanwhile."""
+        """Drop those records that nobody has replaced meanwhile, and their other halves."""
         if values:
             with self._writer:
                 same = self._catalogue.delete_same(values)
                 self._payloads.free({key: values[key] for key in same})
+                self._payloads.free(self._catalogue.delete_many(map(_other_half, same)))
+
+
+def _other_half(key: bytes) -> bytes:
+    return key.removeprefix(REST) if key.startswith(REST) else REST + key

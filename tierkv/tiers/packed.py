@@ -24,7 +24,7 @@ from tierkv.codecs.base import identity
 from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
 from tierkv.errors import ColdWriteError
 from tierkv.page import SECTOR
-from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.cold import REST, ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.faults import DAMAGE, BadPagesError, Fault
 from tierkv.tiers.frame_format import FrameFormat
@@ -32,7 +32,6 @@ from tierkv.tiers.frame_views import FrameViews
 from tierkv.tiers.packing import PROBE_BYTES, Packing
 from tierkv.units import round_up
 
-REST = b"rest/"
 BATCH_BYTES = 16 << 20
 """Bytes of packed pages that one write or read holds beside the frames."""
 _GONE = (*DAMAGE, "missing")
@@ -82,9 +81,9 @@ class PackedStore(ColdStore):
         self._sums = dict.fromkeys(("packed", "not_packed", "pack_ns", "unpack_ns", "unpacked"), 0)
         self._pool = ThreadPoolExecutor(threads, "tierkv-pack")
         super().__init__(directory, frame_bytes=slot_bytes(page_frame_bytes, dtype), **limits)
-        # What is left of pages that were dropped by someone who does not know of packing.
+        # What is left of pages that an earlier tierkv, or a record found damaged, took out by half.
         whole = [key.removeprefix(REST) for key in self.keys(REST)]
-        super().drop([REST + key for key in self.missing(whole)])
+        self.drop(self.missing(whole))
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> None:
         """Pack and store all pages or none; see `ColdStore.put`."""
@@ -159,12 +158,6 @@ class PackedStore(ColdStore):
         except BadPagesError as error:
             return error.faults
         return {}
-
-    def drop(self, keys: Sequence[bytes]) -> int:
-        """Remove pages; see `ColdStore.drop`."""
-        removed = super().drop(keys)
-        super().drop([REST + key for key in keys])
-        return removed
 
     def report(self) -> dict[str, Any]:
         """Return how many pages shrank, and gigabytes of pages per second and thread."""

@@ -13,7 +13,7 @@ import tierkv
 from tests.models import VOCAB, tiny_model
 from tests.paging.store_helpers import kept, tokens
 from tests.paging_helpers import budgets
-from tierkv.errors import ColdWriteError, ConfigError, DiskBudgetError
+from tierkv.errors import ColdWriteError, ConfigError, DiskBudgetError, StoreError
 from tierkv.page import Geometry
 from tierkv.paging import manifest
 from tierkv.paging.archive import export_context, import_context
@@ -377,6 +377,36 @@ def test_zstd_stays_on_where_the_disk_is_slower_or_full_or_it_is_asked_for(
         with open_as_found(tmp_path / name, budget=budget) as store:
             assert isinstance(store, PackedStore) and store.report()["on"]
     assert not asked, "a store that packs, or has no room to measure in, is not measured"
+
+
+def test_a_store_of_packed_pages_goes_on_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a store that had been too small to measure in, or of an earlier version, was measured
+    when it grew, found to be faster without zstd, and lost sight of all it held."""
+    asked, frames = with_disk(monkeypatch, 1000.0), make_frames(3)
+    with open_as_found(tmp_path, budget=8 << 20) as store:
+        store.put([key(i) for i in range(3)], frames)
+    for _ in range(2):
+        with open_as_found(tmp_path) as store:
+            assert isinstance(store, PackedStore)
+            assert [bytes(x) for x in read(store, [key(0)])] == [bytes(frames[0])]
+    assert not asked
+
+
+def test_a_disk_that_cannot_be_measured_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the operating system's error came out as it was, without the store."""
+
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("tierkv.tiers.packing.disk_bandwidth", fails)
+    with pytest.raises(StoreError, match=f"{tmp_path}: no space left"):
+        open_as_found(tmp_path)
+    with_disk(monkeypatch, 0.0)
+    open_as_found(tmp_path).close()
 
 
 def test_statistics_say_that_zstd_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

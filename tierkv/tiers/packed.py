@@ -22,7 +22,7 @@ import torch
 
 from tierkv.codecs.base import identity
 from tierkv.codecs.lossless import LENGTH, LEVEL, Bytes, Lossless
-from tierkv.errors import ColdWriteError
+from tierkv.errors import ColdWriteError, StoreError
 from tierkv.page import SECTOR
 from tierkv.tiers.cold import REST, ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
@@ -159,6 +159,12 @@ class PackedStore(ColdStore):
             return error.faults
         return {}
 
+    @property
+    def holds_pages(self) -> bool:
+        """Whether there are packed pages of our own size."""
+        with self._lifetime.using(), self._payloads.lock:
+            return self._payloads.own.slots.num_used > 0
+
     def report(self) -> dict[str, Any]:
         """Return how many pages shrank, and gigabytes of pages per second and thread."""
         with self._adding:
@@ -252,6 +258,9 @@ def open_store(
 
     Pages of one sector cannot take less, and are not packed. Unless `always`, nor are those of a
     store whose disk was found faster than unpacking when it was first opened so; a warning says so.
+
+    Raises:
+        StoreError: also where the disk could not be measured.
     """
     size = layout.frame_bytes
     if level is None or not _shrinks(layout, level):
@@ -262,6 +271,9 @@ def open_store(
     )  # fmt: skip
     try:
         store.packing = _decide(store, layout, level, threads, always)
+    except OSError as error:
+        store.close()
+        raise StoreError(f"cannot measure the disk of the store in {directory}: {error}") from error
     except BaseException:
         store.close()
         raise
@@ -279,12 +291,15 @@ def open_store(
 def _decide(
     store: PackedStore, layout: FrameFormat, level: int, threads: int, always: bool
 ) -> Packing:
-    """Return what the store remembers, or find out; where packing is on, it stays on."""
+    """Return what the store remembers, or find out; where packing is on, it stays on.
+
+    Where nobody noted it, as there was no room for that, packed pages tell.
+    """
     known = Packing.remembered(store)
     if known is not None and (known.on or not always):
         return known
     scarce = store.room() * store.frame_bytes < PROBE_BYTES
-    if always or scarce:
+    if always or scarce or store.holds_pages:
         found = Packing(True)
     else:
         found = Packing.measured(

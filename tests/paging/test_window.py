@@ -10,11 +10,19 @@ import torch
 
 import tierkv
 from tests.models import VOCAB, tiny_model
-from tests.paging.manager_helpers import FailNth, check_books, close_all, make_manager, open_store
-from tests.paging.test_codecs import GEOMETRY, INT8, Encoded
+from tests.paging.manager_helpers import (
+    Batch,
+    FailNth,
+    check_books,
+    close_all,
+    make_manager,
+    open_store,
+)
+from tests.paging.test_codecs import GEOMETRY, INT8, Encoded, wait_for_disk
 from tests.paging_helpers import budgets
 from tierkv.errors import ColdWriteError, HotBudgetError, WarmBudgetError
 from tierkv.paging.directory import NOWHERE
+from tierkv.paging.edit import crop
 
 TOKENS = GEOMETRY.page_tokens
 
@@ -76,6 +84,48 @@ def test_rows_that_share_pages_stay_within_what_was_reserved(homes: int) -> None
         close_all(manager, [batch])
 
 
+def captured_step(batch: Batch) -> None:
+    """Write a token of one sequence as a graph does, between `begin_token` and `end_token`."""
+    manager, offset = batch.manager, batch.length % TOKENS
+    manager.begin_token(batch.sequences)
+    for layer, (k, v) in enumerate(batch.tokens(1)):
+        slot = int(batch.sequences.tails[layer, 0]) * TOKENS + offset
+        manager.hot.arenas[layer].write_tokens(slot, k[0], v[0])
+        batch.keys[layer] = torch.cat([batch.keys[layer], k], dim=2)
+        batch.values[layer] = torch.cat([batch.values[layer], v], dim=2)
+    manager.end_token(batch.sequences)
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_a_captured_step_that_cannot_seal_is_undone(window: int, tmp_path: Path) -> None:
+    """Bug: a page that could not go down after a replay counted as sealed, and was nowhere: the
+    last tokens of the context were lost."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8,
+        hot=1 + window, homes=0, residual_tokens=window * TOKENS,
+    )  # fmt: skip
+    with torch.inference_mode():
+        batch = Encoded.new(manager, 1)
+        batch.append(3 * TOKENS - 1)
+        wait_for_disk(manager)
+        before = batch.keys, batch.values
+        batch.keys, batch.values = list(before[0]), list(before[1])
+        assert manager.cold is not None
+        broken = FailNth(manager.cold, "put", 0, ColdWriteError("no disk"), last=5)
+        with pytest.raises(ColdWriteError, match="no disk"):
+            captured_step(batch)
+        assert set(batch.sequences.lengths) <= {3 * TOKENS - 1, 3 * TOKENS}
+        check_books(manager, [batch])
+        crop(manager, batch.sequences, 3 * TOKENS - 1)
+        batch.keys, batch.values = before
+        broken.at = broken.last = -1
+        for _ in range(TOKENS + 1):
+            captured_step(batch)
+        check_books(manager, [batch])
+        assert batch.sequences.lengths == [4 * TOKENS] * GEOMETRY.layers
+        close_all(manager, [batch])
+
+
 def test_a_captured_step_slides_the_window() -> None:
     """Pages that `end_token` seals; the oldest residents stay where they are."""
     manager = make_manager(
@@ -85,14 +135,7 @@ def test_a_captured_step_slides_the_window() -> None:
         batch = Encoded.new(manager, 1)
         batch.append(5 * TOKENS - 1)
         for _ in range(3 * TOKENS):
-            manager.begin_token(batch.sequences)
-            offset = batch.length % TOKENS
-            for layer, (k, v) in enumerate(batch.tokens(1)):
-                slot = int(batch.sequences.tails[layer, 0]) * TOKENS + offset
-                manager.hot.arenas[layer].write_tokens(slot, k[0], v[0])
-                batch.keys[layer] = torch.cat([batch.keys[layer], k], dim=2)
-                batch.values[layer] = torch.cat([batch.values[layer], v], dim=2)
-            manager.end_token(batch.sequences)
+            captured_step(batch)
             sealed = batch.length // TOKENS
             for layer in range(GEOMETRY.layers):
                 assert hot_positions(batch, layer) == [0, 1, sealed - 1]

@@ -163,14 +163,14 @@ class PageManager:
             sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
-        """Count the tokens that a captured step has written; seal the pages they fill."""
-        sequences.lengths = [length + 1 for length in sequences.lengths]
-        past, rest = divmod(sequences.lengths[0], self.geometry.page_tokens)
-        if rest == 0:
-            if self.window_pages:
-                for layer in range(self.geometry.layers):
-                    slide(self, sequences, layer, past - 1, 1)
-            self._writer.seal_tails(sequences)
+        """Count the tokens that a captured step has written, in each layer once they are safe."""
+        past, offset = divmod(sequences.lengths[0], self.geometry.page_tokens)
+        if offset + 1 < self.geometry.page_tokens:
+            sequences.lengths = [length + 1 for length in sequences.lengths]
+            return
+        for layer in range(self.geometry.layers) if self.window_pages else ():
+            slide(self, sequences, layer, past, 1)
+        self._writer.seal_tails(sequences)
 
     def admit(self, sequences: Sequences, batch: int, length: int) -> None:
         """Let sequences go on, up to `length` tokens each; where attention is selective, in turn.

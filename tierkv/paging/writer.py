@@ -74,7 +74,11 @@ class Writer:
         sequences.sealed(layer)
 
     def seal_tails(self, sequences: Sequences) -> None:
-        """Seal the full tails of sequences whose tokens a captured step has written."""
+        """Seal the tails that one more token fills, which a captured step has written.
+
+        A layer counts the token when its page is sealed, and not before: what cannot be sealed is
+        in its tail, whole.
+        """
         together = self._seal_selecting(sequences)
         for layer in range(self.tiers.geometry.layers):
             if layer not in together:
@@ -90,7 +94,7 @@ class Writer:
         if state is None or not state.spec.slots or tiers.hot.selecting is None:
             return none
         layers = range(state.spec.dense_layers, tiers.geometry.layers)
-        position = sequences.lengths[layers.start] // tiers.geometry.page_tokens - 1
+        position = sequences.lengths[layers.start] // tiers.geometry.page_tokens
         k, v = (frames[:, :, TAIL_FRAME] for frames in tiers.hot.selecting)
         pages = k.transpose(0, 1), v.transpose(0, 1)
         sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
@@ -107,12 +111,13 @@ class Writer:
         state.sealed_across(position, k, v, tiers.hot.selecting, addresses, away=away)
         tiers.stats.pages_sealed += len(layers)
         for layer in layers:
+            sequences.lengths[layer] += 1
             sequences.sealed(layer)
         return layers
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch
-        position = sequences.lengths[layer] // tiers.geometry.page_tokens - 1
+        position = sequences.lengths[layer] // tiers.geometry.page_tokens
         blocks = sequences.blocks[:, position]
         if tiers.hot.homes_free(layer) >= batch:
             fresh = tiers.hot.take(layer, TAIL, batch)
@@ -128,6 +133,7 @@ class Writer:
                 self._outflow.take_back(layer, blocks)
                 raise
         tiers.stats.pages_sealed += batch
+        sequences.lengths[layer] += 1
         sequences.sealed(layer)
 
     def _write_one(

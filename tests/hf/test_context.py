@@ -16,7 +16,13 @@ from tests.hf.test_exact_tokens import model, prompt
 from tests.models import tiny_model
 from tests.paging_helpers import budgets
 from tierkv import cli
-from tierkv.errors import ColdReadError, ConfigError, DiskBudgetError, UnsupportedModelError
+from tierkv.errors import (
+    ColdReadError,
+    ColdWriteError,
+    ConfigError,
+    DiskBudgetError,
+    UnsupportedModelError,
+)
 from tierkv.hf.fingerprint import fingerprint
 from tierkv.paging import manifest
 from tierkv.paging.keys import KEPT_PREFIX, block_keys, root_key
@@ -109,6 +115,28 @@ def test_a_restore_is_a_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(manifest.time, "time", lambda: 5e9)
         wrapped.open("book").close()
         assert manifest.last_used(cold, "book", kept) == 5e9
+
+
+def test_a_use_that_cannot_be_noted_leaves_no_pages_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: pages that had come up were nobody's, and kept their frames, where the catalogue then
+    failed to note that the context was used."""
+    with wrap("llama", tmp_path) as wrapped:
+        with wrapped.open("book") as context:
+            context.append(prompt("single")[0])
+            context.save()
+
+        def fails(*_: object) -> None:
+            raise ColdWriteError("no disk")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "touch", fails)
+            with pytest.raises(ColdWriteError):
+                wrapped.open("book")
+        assert wrapped.manager.directory.live == wrapped.manager.hot.pages == 0
+        with wrapped.open("book") as context:
+            assert context.restored_tokens == context.tokens > 0
 
 
 def test_edit_and_rewind_keep_the_common_prefix(tmp_path: Path) -> None:

@@ -114,11 +114,11 @@ class Context:
             raise ColdReadError(f"context {self.name!r}: {error}") from error
         self._manager.transfer.finish()
         seconds = time.perf_counter() - start
-        manifest.touch(store, self.name)
         self.cache.reset()
         self.cache.sequences = sequences
         self.ids, self.restored_tokens, self.messages = whole, kept.held, kept.messages
         self.cache.known = self.ids[:, : kept.held]
+        manifest.touch(store, self.name)
         if saved.above(self._manager, sequences):
             first = not rates.num_bytes
             rates.was_read(num_bytes, seconds)

@@ -277,13 +277,14 @@ def check_plans(
         mass.fill_(1e9)
         mass[:, first:stop] = torch.tensor(values)[:, first:stop].to(device)
         sealed.fill_(stop + recent)
-        step.fill_(now)
+        number = now - (now > 1 and rng.random() < 0.4)  # perhaps that of the plan before
+        step.fill_(number)
         for tensor in (plan.table, plan.missing, plan.fetches.pages, plan.fetches.frames):
             tensor.fill_(ABSENT)
         run()
         for index, head in enumerate(heads):
             chosen = [first + i for i in choose(values[index][first:stop], budget, share)]
-            frames, fetches, missing = head.plan(chosen, present, now, waits)
+            frames, fetches, missing = head.plan(chosen, present, number, waits)
 
             def rest(entries: list[int], filler: int = ABSENT, room: int = budget) -> list[int]:
                 return [*entries, *[filler] * (room - len(entries))]

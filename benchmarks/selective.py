@@ -49,6 +49,7 @@ from tierkv.config import Config
 from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
+from tierkv.kernels.build import available
 from tierkv.page import Geometry
 from tierkv.paging.manager import PageManager
 from tierkv.paging.selective import Selective, SelectiveState
@@ -83,6 +84,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if bool(arguments.warm) != bool(arguments.store):
         parser.error("--warm and --store go together")
+    if not available():
+        raise SystemExit(f"the kernels cannot run here: {available().reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     (exact,) = contexts(arguments.exact)
     limits = ceiling.measure(device, None)

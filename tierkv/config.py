@@ -86,12 +86,14 @@ class Config:
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
             Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
             in memory and packs them on disk, without loss, unless the disk is found faster than
-            that when the store is made; ``raw+zstd:1``, with a level of zstd, packs always.
+            that when the store is first opened so; ``raw+zstd:1``, with a level of zstd, packs
+            always.
         residual_tokens: last tokens of each sequence that stay as they were computed where pages
             are encoded: their pages stay hot, which takes as many frames of every exact layer. In
             layers that select, `recent_tokens` stay so.
-        cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can;
-            True also warns where it cannot.
+        cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can, and
+            where the first replay gives the logits of the model's own step; True: where it can,
+            without comparing, and with a warning where it cannot.
         look_ahead: layers ahead for which selective attention foresees lookups in such steps, so
             that pages are copied before they are asked for; 0 for none. On an H200 scoring
             twice cost what it saved; slower links were not measured.

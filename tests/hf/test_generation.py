@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -433,3 +434,18 @@ def test_caches_of_others() -> None:
                 wrapped.generate(tokens(1, 40), past_key_values=cache)
             with pytest.raises(ConfigError, match=f"got a {name}"):
                 wrapped.prefill(tokens(1, 40), cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_asked_for_replays_that_cannot_be_are_a_warning(name: str) -> None:
+    """Bug: ``cuda_graph=True`` was silent where no step could be captured at all, as on a CPU."""
+    for asked in (True, None):
+        with (
+            warnings.catch_warnings(record=True) as told,
+            tierkv.wrap(model(name), **SETTINGS, cuda_graph=asked) as wrapped,
+        ):
+            warnings.simplefilter("always")
+            wrapped.generate(tokens(1, 40), **GREEDY)
+        found = [str(one.message) for one in told if "without a CUDA graph" in str(one.message)]
+        assert len(found) == bool(asked)
+        assert not asked or ("sliding windows" if name == "gemma3" else "no NVIDIA GPU") in found[0]

@@ -199,8 +199,11 @@ class Head:
 
 
 def random_mass(rng: random.Random, pages: int) -> list[float]:
-    """Return masses with a sum of about 1: many scales, many ties, zeros, or all of these."""
-    kind = rng.randrange(5)
+    """Return masses with a sum of about 1: many scales, many ties, zeros, or all of these.
+
+    Also few large ones among many ties, of which then only some are chosen.
+    """
+    kind = rng.randrange(6)
     scale = rng.choice([1, 30])
     values = [rng.random() ** scale for _ in range(pages)]
     if kind == 1:
@@ -211,6 +214,8 @@ def random_mass(rng: random.Random, pages: int) -> list[float]:
         values = [value if rng.random() < 0.5 else 0.0 for value in values]
     if kind == 4:
         values = [LEAST if rng.random() < 0.7 else value for value in values]
+    if kind == 5:
+        values = [rng.choice([2.0, 3.0]) if rng.random() < 0.03 else 1.0 for _ in values]
     total = sum(values) or 1.0
     mass = torch.tensor([value / total for value in values], dtype=torch.float32)
     if rng.random() < 0.2 and pages:
@@ -272,13 +277,14 @@ def check_plans(
         mass.fill_(1e9)
         mass[:, first:stop] = torch.tensor(values)[:, first:stop].to(device)
         sealed.fill_(stop + recent)
-        step.fill_(now)
+        number = now - (now > 1 and rng.random() < 0.4)  # perhaps that of the plan before
+        step.fill_(number)
         for tensor in (plan.table, plan.missing, plan.fetches.pages, plan.fetches.frames):
             tensor.fill_(ABSENT)
         run()
         for index, head in enumerate(heads):
             chosen = [first + i for i in choose(values[index][first:stop], budget, share)]
-            frames, fetches, missing = head.plan(chosen, present, now, waits)
+            frames, fetches, missing = head.plan(chosen, present, number, waits)
 
             def rest(entries: list[int], filler: int = ABSENT, room: int = budget) -> list[int]:
                 return [*entries, *[filler] * (room - len(entries))]

@@ -11,6 +11,8 @@ import torch
 from tests.combinations import each
 from tests.kernels import codec_cases, emulator
 from tierkv.codecs import Codec, encoded_bytes
+from tierkv.codecs.int4 import INT4
+from tierkv.codecs.int4_importance import INT4_IMPORTANCE
 from tierkv.codecs.int8 import INT8
 from tierkv.kernels import codec as kernels
 from tierkv.kernels.decode import PagedKV
@@ -39,6 +41,32 @@ def test_emulated_kernels_give_the_bits_of_the_reference(number: int, codec: Cod
         codec_cases.check_encode(seed, codec, geometry, CPU)
         codec_cases.check_decode(seed, codec, geometry, CPU)
     codec_cases.check_fetch(0, codec, geometry, CPU)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_emulated_pages_of_which_whole_groups_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 8 kept tokens; nothing is left of the first groups of 32 tokens and a channel."""
+    geometry, randn = Geometry(1, 1, 64, 16, torch.bfloat16, 256), torch.randn
+
+    def outliers(*shape: int, **options: Any) -> torch.Tensor:
+        x = randn(*shape, **options)
+        x[..., :32, :] += 1e4
+        return x
+
+    monkeypatch.setattr(torch, "randn", outliers)
+    for seed in range(2):
+        codec_cases.check_encode(seed, INT4_IMPORTANCE, geometry, CPU)
+        codec_cases.check_decode(seed, INT4_IMPORTANCE, geometry, CPU)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_emulated_pages_of_tiny_numbers_and_narrow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step is finer than the finest; scales of channels end within a chunk."""
+    geometry, randn = Geometry(1, 1, 12, 20, torch.float32, 16), torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape: 1e-34 * randn(*shape))
+    for seed in range(2):
+        codec_cases.check_encode(seed, INT4, geometry, CPU)
+        codec_cases.check_decode(seed, INT4, geometry, CPU)
 
 
 @pytest.mark.parametrize("codec", codec_cases.ENCODED, ids=lambda codec: codec.name)

@@ -115,6 +115,13 @@ def test_emulated_plans_of_many_pages_for_few_threads() -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+def test_emulated_plans_of_more_pages_than_threads() -> None:
+    """A thread's maxima say nothing there: all keys are searched."""
+    for seed in range(4):
+        select_cases.check_plans(seed, CPU, capacity=300, budget=100, slots=130, steps=3)
+
+
+@pytest.mark.usefixtures("emulated")
 def test_emulated_pipeline_attends_to_what_was_chosen() -> None:
     geometry = Geometry(1, 2, 32, 16, torch.bfloat16, 16)
     select_cases.check_pipeline(CPU, geometry, pages=40, budget=5, steps=3)

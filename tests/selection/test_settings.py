@@ -27,3 +27,14 @@ def test_a_gpu_takes_selectors_with_a_kernel(name: str, monkeypatch: pytest.Monk
     assert spec.parts == selector(name).parts
     assert (kernel is None) == (name == "window")  # which scores nothing
     assert kernel is None or (source_directory() / f"{kernel}.cu").is_file()
+
+
+def test_pages_that_a_selector_cannot_summarize_are_refused() -> None:
+    """Bug: `cuboid8` with head dims that are no multiples of 8 ended prefill with an assertion."""
+    config = Config(attention="selective", selector="cuboid8")
+    cpu = torch.device("cpu")
+    for k_dim, dtype in ((12, torch.bfloat16), (20, torch.float16), (2, torch.float32)):
+        with pytest.raises(ConfigError, match=f"{k_dim} channels.*use 'cuboid'"):
+            settings.selective_settings(config, Geometry(4, 2, k_dim, 64, dtype), cpu, 4096)
+    spec = settings.selective_settings(config, Geometry(4, 2, 12, 64, torch.float32), cpu, 4096)
+    assert spec.parts == 1

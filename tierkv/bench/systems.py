@@ -119,9 +119,9 @@ class Systems:
         if self.options.eager:
             return eager
         graph = decode_graph(self.model, cache, wrapped.config, tokens)
-        if graph is None or graph.obstacle():
+        if graph is None:
             return eager
-        return graph.step
+        return lambda token: eager(token) if graph.obstacle() else graph.step(token)
 
     def _decode(
         self, run: Step, cache: Any, warmup: int, steps: int

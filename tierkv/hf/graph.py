@@ -197,34 +197,32 @@ def decode_graph(
 ) -> DecodeGraph | None:
     """Return the decode step of a cache as a CUDA graph, unless it is unwanted or cannot be one.
 
-    The cache holds sequences of `tokens` tokens, or one less, and keeps the graph.
+    The cache holds sequences of `tokens` tokens, or one less, and keeps the graph. If one is asked
+    for (`Config.cuda_graph`) and cannot be, a warning says why.
 
     mask: ``[batch, tokens]``, False where a token is padding; None for one sequence without any.
     """
-    manager = tier_cache.manager
-    if config.cuda_graph is False or manager is None or manager.device.type != "cuda":
+    if config.cuda_graph is False:
         return None
-    if tier_cache.tiered_in_part or hf_model.training or _hooked(hf_model):
-        return None
-    text, device = hf_model.config.get_text_config(decoder=True), manager.device
-    heads = text.num_attention_heads
-    if (
-        stores_latents(hf_model)
-        or not available()
-        or not decode.supports(manager.geometry, heads, device)
-    ):
-        return None
-    padding = None
-    if mask is not None:
-        hidden, padding = padding_of(mask.to(manager.device).bool())
+    hidden, padding = 0, None
+    reason = _hindrance(hf_model, tier_cache)
+    if not reason:
+        manager = tier_cache.live_manager()
+        if mask is not None:
+            hidden, padding = padding_of(mask.to(manager.device).bool())
+        rows = 1 if mask is None else len(mask)
         if hidden and padding is None:
-            return None
-        padding = padding if hidden else None
-    rows = 1 if mask is None else len(mask)
-    if rows != max(tier_cache.sequences.batch, 1):
+            reason = "tokens are hidden that are no padding on the left"
+        elif rows != max(tier_cache.sequences.batch, 1):
+            reason = f"{rows} rows go on from a cache of {tier_cache.sequences.batch}"
+        elif (rows > 1 or hidden) and manager.selective is not None:
+            reason = "selective attention takes one sequence without padding"
+    if reason:
+        if config.cuda_graph:
+            warnings.warn(f"decoding without a CUDA graph: {reason}", stacklevel=3)
         return None
-    if (rows > 1 or padding is not None) and manager.selective is not None:
-        return None
+    padding = padding if hidden else None
+    text = hf_model.config.get_text_config(decoder=True)
     if tier_cache.graph is None or not tier_cache.graph.serves(rows, padding):
         most = max(config.max_context or text.max_position_embeddings, tokens + MIN_ROOM)
         tier_cache.graph = DecodeGraph(
@@ -233,6 +231,27 @@ def decode_graph(
         )  # fmt: skip
     graph: DecodeGraph = tier_cache.graph
     return graph
+
+
+def _hindrance(hf_model: Any, tier_cache: TierCache) -> str:
+    """Say why no step of a model over a cache can be captured; empty if some can."""
+    manager = tier_cache.manager
+    if manager is None or tier_cache.tiered_in_part:
+        return "the model has layers with sliding windows or recurrent state"
+    if manager.device.type != "cuda":
+        return f"the model is on the device {manager.device}, no NVIDIA GPU"
+    if hf_model.training:
+        return "the model is in training mode"
+    if _hooked(hf_model):
+        return "the model has hooks, which a replay would not call"
+    if stores_latents(hf_model):
+        return "the model keeps latents (MLA)"
+    if not available():
+        return f"it needs the CUDA kernels: {available().reason}"
+    heads = hf_model.config.get_text_config(decoder=True).num_attention_heads
+    if not decode.supports(manager.geometry, heads, manager.device):
+        return f"the kernels do not take {heads} query heads of {manager.geometry}"
+    return ""
 
 
 def _hooked(hf_model: Any) -> bool:

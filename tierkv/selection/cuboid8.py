@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from tierkv.errors import ConfigError
 from tierkv.selection.base import grouped
 
 CHANNELS = 8
@@ -30,7 +31,17 @@ class Cuboid8:
     kernel = "score_bytes"
 
     def summarize(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., 1, k_dim]``, bytes seen as elements; float32 has twice the room needed."""
+        """Return ``[..., 1, k_dim]``, bytes seen as elements; float32 has twice the room needed.
+
+        Raises:
+            ConfigError: a row has no room for the bytes, which come by eight channels.
+        """
+        row, needed = keys.shape[-1] * keys.itemsize, -(-keys.shape[-1] // CHANNELS) * 2 * CHANNELS
+        if needed > row:
+            raise ConfigError(
+                f"selector 'cuboid8' keeps {needed} bytes of {keys.shape[-1]} channels, which take "
+                f"{row} in {keys.dtype}: use 'cuboid', or head dims in multiples of {CHANNELS}"
+            )
         wide = keys.float()
         centre = (wide.amax(dim=-2) + wide.amin(dim=-2)) / 2
         radius = (wide - centre.unsqueeze(-2)).abs().mean(dim=-2)
@@ -42,8 +53,6 @@ class Cuboid8:
         exponents = (centre_exponent - LEAST_EXPONENT) | (radius_exponent - LEAST_EXPONENT) << 4
         high |= (exponents >> torch.arange(CHANNELS, device=keys.device) & 1) << 7
         packed = torch.cat((low, high), dim=-1).to(torch.uint8).flatten(-2)
-        row = keys.shape[-1] * keys.itemsize
-        assert packed.shape[-1] <= row, f"{keys.shape[-1]} channels of {keys.dtype}"
         packed = torch.nn.functional.pad(packed, (0, row - packed.shape[-1]))
         return packed.view(keys.dtype).unsqueeze(-2)
 

@@ -21,7 +21,7 @@ def selective_settings(
         model_limit: tokens that the model was made for, taken if `max_context` is 0.
 
     Raises:
-        ConfigError: a selector that does not run on a GPU.
+        ConfigError: a selector that does not run on a GPU, or does not take such pages.
         KernelsUnavailableError: a GPU without CuPy.
     """
     chosen, cuda = selector(config.selector, geometry.page_tokens), device.type == "cuda"
@@ -31,6 +31,7 @@ def selective_settings(
         )
     if cuda and chosen.parts and chosen.kernel is None:
         raise ConfigError(f"selector {config.selector!r} runs on a CPU only: it has no kernel")
+    chosen.summarize(torch.zeros(geometry.page_tokens, geometry.k_dim, dtype=geometry.dtype))
 
     def pages(tokens: int) -> int:
         return -(-tokens // geometry.page_tokens)

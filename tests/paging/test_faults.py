@@ -324,3 +324,30 @@ def test_a_kernel_that_gave_up_does_not_free_what_is_still_read(
         device.choose(0, [1, 2], 9)
     assert used == [2] and not manager.warm.inbound.used
     service.close()
+
+
+def test_an_interrupted_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while pages read ahead were told to the device left the step running unanswered.
+
+    The frames that it read from were free for others already.
+    """
+    manager = FakeManager(4, 0)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, held = FakeDevice(manager, box), list[int]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def finish() -> None:
+        device.choose(1, [3, 4], 9)  # what the step still does
+        held.append(manager.warm.inbound.used)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.transfer, "finish", finish)
+        patch.setattr(service, "_tell_arrived", interrupted)
+        with pytest.raises(KeyboardInterrupt), service.serving(manager.sequences):
+            device.choose(0, [1, 2], 9)
+    assert held == [2] and not device.failed
+    assert not manager.selective.addresses.any() and not manager.warm.inbound.used
+    service.close()

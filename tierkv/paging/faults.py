@@ -104,26 +104,18 @@ class FaultService:
         self._prepare()
         with self._lock:
             self._sequences, self._serving, self._error = sequences, True, None
-            if self._thread is None or not self._thread.is_alive():
+            if not self._thread_lives():
                 self._thread = threading.Thread(target=self._run, name="tierkv-faults", daemon=True)
                 self._thread.start()
             self._lock.notify_all()
+        failed = False
         try:
             yield
         finally:
             try:
                 self._tell_arrived()  # while the step runs; holds from the next one on
-                self._manager.transfer.finish()
             finally:
-                with self._lock:
-                    self._serving = False
-                    while self._answering and self._thread.is_alive():  # the kernel gave up first
-                        self._lock.wait(BEAT)
-                self._settle()
-                failed = self.mailbox.failed
-                if failed:
-                    self._state.forget_frames()
-                    self.mailbox.reset()
+                failed = self._end_step()
         if failed:
             raise self._error or PageFaultError(
                 f"a captured step asked for pages on disk and had no answer for "
@@ -203,6 +195,25 @@ class FaultService:
             frames = self.guests.find(arrived)
         if len(arrived):
             self._tell(arrived, frames)
+
+    def _end_step(self) -> bool:
+        """Wait for the step, then undo what was for it alone; say whether it failed."""
+        try:
+            self._manager.transfer.finish()
+        finally:
+            with self._lock:
+                self._serving = False
+                while self._answering and self._thread_lives():  # the kernel gave up first
+                    self._lock.wait(BEAT)
+            self._settle()
+            failed = self.mailbox.failed
+            if failed:
+                self._state.forget_frames()
+                self.mailbox.reset()
+        return failed
+
+    def _thread_lives(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _settle(self) -> None:
         """Make the device forget pages that only passed through."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import append, codec, decode, gather, merge
+from tierkv.paging.sequences import Sequences
 from tierkv.tiers.transfer import Transfer
 
 NEW = 40
@@ -196,3 +198,37 @@ def test_steps_of_a_padded_batch(how: dict[str, Any], monkeypatch: Any) -> None:
         got = wrapped.generate(ids, **given)
     assert got.tolist() == want.tolist()
     assert graphs[0].replays >= 19
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_prompt_of_one_token(tmp_path: Path, monkeypatch: Any) -> None:
+    """Nothing is prefilled then, and the first replay found no tail to write to: a RuntimeError."""
+    ids = torch.randint(3, 199, (1, 1), generator=torch.Generator().manual_seed(1))
+    want = model("llama").generate(ids, max_new_tokens=20, do_sample=False)
+    monkeypatch.setattr(api, "decode_graph", lambda *args: DecodeGraph(*args[:2], 400, proves=True))
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        got = wrapped.generate(ids, max_new_tokens=20, do_sample=False)
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_dropped_cache_is_freed_at_once(monkeypatch: Any) -> None:
+    """A cache and its captured step named each other, so its pages stayed until Python's next
+    collection of cycles, and the next prompt found the budgets taken.
+    """
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+
+    def made(hf_model: Any, tier_cache: Any, *args: Any) -> DecodeGraph:
+        tier_cache.graph = DecodeGraph(hf_model, tier_cache, 400)
+        return tier_cache.graph
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        gc.collect()
+        gc.disable()
+        try:
+            wrapped.generate(ids, max_new_tokens=3, do_sample=False)
+            wrapped.manager.admit(Sequences(3), 1, 1)
+            assert not wrapped.stats()["tiers"]["hot"]["pages"]
+        finally:
+            gc.enable()

@@ -8,6 +8,7 @@ does what happens once a page: sealing, writing through, new blocks.
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -65,7 +66,8 @@ class DecodeGraph:
         padding: torch.Tensor | None = None,
         proves: bool = False,
     ):
-        self.hf_model, self.tier_cache, self.padding = hf_model, tier_cache, padding
+        self.hf_model, self.padding = hf_model, padding
+        self._cache = weakref.ref(tier_cache)  # no cycle: it keeps the graph, and is freed at once
         self._forward = hf_model.forward  # before anyone wraps it
         self._compiled = torch.compile(self._forward, fullgraph=True) if compiled else None
         self.replays = 0
@@ -86,6 +88,13 @@ class DecodeGraph:
         self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
         self.output: Any = None
+
+    @property
+    def tier_cache(self) -> TierCache:
+        """The cache whose steps these are."""
+        tier_cache = self._cache()
+        assert tier_cache is not None, "the cache of this graph is gone"
+        return tier_cache
 
     def serves(self, rows: int, padding: torch.Tensor | None) -> bool:
         """Whether steps are of so many sequences, so padded."""

@@ -149,15 +149,17 @@ class PageManager:
         sequences.lengths[layer] = length + new
 
     def begin_token(self, sequences: Sequences) -> None:
-        """Make room for one token of each open sequence, which a captured step will write.
+        """Make room for one token of each sequence, of one if they are new, for a captured step.
 
         Raises:
-            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing changed.
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
         """
         self._check_open()
-        self._reserve(sequences, 1)
         length = sequences.lengths[0]
-        self.admit(sequences, sequences.batch, length + 1)
+        self.admit(sequences, max(sequences.batch, 1), length + 1)
+        if sequences not in self._open:
+            self.start(sequences, 1)
+        self._reserve(sequences, 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
             sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
@@ -206,6 +208,7 @@ class PageManager:
             sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
+        sequences.changed()
         self._open.add(sequences)
         if self.selective is not None and sequences.waiting is None:
             self.selective.owner = sequences

@@ -22,6 +22,8 @@ from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import append, codec, decode, gather, merge
+from tierkv.paging.adopt import promote
+from tierkv.paging.descent import move_down
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.transfer import Transfer
 
@@ -232,3 +234,70 @@ def test_a_dropped_cache_is_freed_at_once(monkeypatch: Any) -> None:
             assert not wrapped.stats()["tiers"]["hot"]["pages"]
         finally:
             gc.enable()
+
+
+def streaming(tmp_path: Path, new: int) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+    """Return tokens, budgets by which pages are streamed, and the logits of the `new` last ones."""
+    ids = torch.randint(3, 199, (1, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = model("llama")(ids).logits[0, -new:]
+    return ids, budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=2), want
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_interrupted_step_may_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    """Ctrl-C after layer 0 had its new page left the others without theirs, for good: what the
+    device knows was told by layer 0's plan alone.
+    """
+    new = 8  # the last of them is the first after a page is sealed
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        set_pages = graph.lookups.exact._set_pages
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            assert not graph.obstacle()
+            if at == 144:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(graph.lookups.exact, "_set_pages", interrupt_at(1, set_pages))
+                    graph.step(ids[:, at : at + 1])
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def interrupt_at(stop: int, set_pages: Any) -> Any:
+    def stopped(layer: int, plan: Any) -> None:
+        if layer == stop:
+            raise KeyboardInterrupt
+        set_pages(layer, plan)
+
+    return stopped
+
+
+@pytest.mark.usefixtures("emulated")
+def test_pages_that_changed_homes_are_streamed_from_the_new_ones(tmp_path: Path) -> None:
+    """Pages that went up and down again had the same blocks, and the captured copies went on to
+    read their former homes, which others had taken.
+    """
+    new = 4
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        manager, other, tier_cache = wrapped.manager, wrapped.cache(), wrapped.cache()
+        wrapped.prefill(ids[:, :64], other)  # takes the hot frames there are
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            if at == ids.shape[1] - 2:
+                other.close()
+                first = tier_cache.sequences.blocks[0, :1]
+                homes = manager.directory.warm[first[0]].tolist()
+                promote(manager, first)
+                assert (manager.directory.hot[first] >= 0).all()
+                for layer, home in enumerate(homes):
+                    move_down(manager, layer, first)
+                    assert manager.directory.warm[first[0], layer] != home
+                    manager.warm.payload(home)[:] = b"?" * manager.warm.frame_bytes
+            assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)

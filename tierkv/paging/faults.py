@@ -369,11 +369,14 @@ class FaultService:
             if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
                 self._wanted.clear()  # the next step begins with room again
                 return False
-            wanted = [self._wanted.pop() for _ in range(min(AHEAD_PAGES, len(self._wanted)))]
+            most = min(AHEAD_PAGES, len(self._wanted), self.guests.free)
+            wanted = [self._wanted.pop() for _ in range(most)]
+            (table,) = sequences.blocks  # may just have been cut
             new = {key for key in wanted if key not in self.guests}
+            new = {key for key in new if key % self._capacity < len(table)}
             keys = np.array(sorted(new), dtype=np.int64)
             layers, positions = np.divmod(keys, self._capacity)
-            layers, blocks = layers + self._state.spec.dense_layers, sequences.blocks[0, positions]
+            layers, blocks = layers + self._state.spec.dense_layers, table[positions]
             cold = manager.directory.cold[blocks, layers]
             keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
             if not len(keys):

@@ -17,6 +17,7 @@ from tests.kernels import emulator
 from tests.paging_helpers import budgets
 from tierkv import api
 from tierkv.attention import captured_exact
+from tierkv.errors import TierKVError, WarmBudgetError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
@@ -301,3 +302,59 @@ def test_pages_that_changed_homes_are_streamed_from_the_new_ones(tmp_path: Path)
             assert not graph.obstacle()
             got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_step_whose_page_cannot_go_down_may_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    """All layers counted the token before their tails were sealed: if that failed, a page of the
+    others was nowhere, and nothing could be rolled back.
+    """
+    new = 8  # the second of them fills a page
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache, outflow = wrapped.cache(), wrapped.manager.outflow
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        send_down = outflow.send_down
+
+        def short(layer: int, *pages: Any) -> None:
+            if layer == 1:
+                raise WarmBudgetError("made up")
+            send_down(layer, *pages)
+
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            assert not graph.obstacle()
+            if at == 143:
+                with monkeypatch.context() as patch, pytest.raises(WarmBudgetError, match="made"):
+                    patch.setattr(outflow, "send_down", short)
+                    graph.step(ids[:, at : at + 1])
+                assert tier_cache.sequences.lengths == [at] * 3
+                assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_nothing_is_replayed_after_a_forward_that_stopped_midway(monkeypatch: Any) -> None:
+    """A replay took the first layer's length for that of all, and read what was not there."""
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+    hf_model = model("llama")
+
+    def stop(*args: Any) -> None:
+        raise RuntimeError("stop")
+
+    with torch.no_grad(), tierkv.wrap(hf_model, page_tokens=16) as wrapped:
+        tier_cache, argument = wrapped.cache(), cache_argument(hf_model)
+        wrapped.prefill(ids[:, :-2], tier_cache)
+        graph = DecodeGraph(hf_model, tier_cache, 400)
+        monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+        hook = hf_model.model.layers[1].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            hf_model(ids[:, -2:-1], **{argument: tier_cache})
+        hook.remove()
+        with pytest.raises(TierKVError, match="hold 38 to 39 tokens"):
+            wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
+        tier_cache.rollback()
+        got = wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
+        assert graph.replays == 2
+    assert got.tolist() == hf_model.generate(ids, max_new_tokens=2, do_sample=False).tolist()

@@ -122,8 +122,10 @@ class DecodeGraph:
                 and the step may be repeated.
             CaptureError: the model does something in a step that needs the host; nothing was
                 appended, and `obstacle` says so from now on.
+            TierKVError: the last forward stopped midway; call `rollback` on the cache.
         """
         manager, sequences = self.tier_cache.live_manager(), self.tier_cache.sequences
+        self.tier_cache.check_whole()
         manager.begin_token(sequences)
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
@@ -141,7 +143,11 @@ class DecodeGraph:
         if self._proves:
             return self._prove(token)
         exact.count()
-        manager.end_token(sequences)
+        try:
+            manager.end_token(sequences)
+        except BaseException:
+            self.tier_cache.rollback()
+            raise
         assert self._logits is not None
         return self._logits
 

@@ -104,11 +104,10 @@ class FaultService:
         self._prepare()
         with self._lock:
             self._sequences, self._serving, self._error = sequences, True, None
-            if not self._thread_lives():
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="tierkv-faults", daemon=True)
                 self._thread.start()
             self._lock.notify_all()
-        failed = False
         try:
             yield
         finally:
@@ -198,12 +197,13 @@ class FaultService:
 
     def _end_step(self) -> bool:
         """Wait for the step, then undo what was for it alone; say whether it failed."""
+        assert self._thread is not None
         try:
             self._manager.transfer.finish()
         finally:
             with self._lock:
                 self._serving = False
-                while self._answering and self._thread_lives():  # the kernel gave up first
+                while self._answering and self._thread.is_alive():  # the kernel gave up first
                     self._lock.wait(BEAT)
             self._settle()
             failed = self.mailbox.failed
@@ -211,9 +211,6 @@ class FaultService:
                 self._state.forget_frames()
                 self.mailbox.reset()
         return failed
-
-    def _thread_lives(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def _settle(self) -> None:
         """Make the device forget pages that only passed through."""
@@ -369,11 +366,9 @@ class FaultService:
             if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
                 self._wanted.clear()  # the next step begins with room again
                 return False
-            most = min(AHEAD_PAGES, len(self._wanted), self.guests.free)
-            wanted = [self._wanted.pop() for _ in range(most)]
-            (table,) = sequences.blocks  # may just have been cut
-            new = {key for key in wanted if key not in self.guests}
-            new = {key for key in new if key % self._capacity < len(table)}
+            most, (table,) = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # perhaps just cut
+            wanted = [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
+            new = {k for k in wanted if k not in self.guests and k % self._capacity < len(table)}
             keys = np.array(sorted(new), dtype=np.int64)
             layers, positions = np.divmod(keys, self._capacity)
             layers, blocks = layers + self._state.spec.dense_layers, table[positions]

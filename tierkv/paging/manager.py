@@ -70,16 +70,9 @@ class PageManager:
         prefix_cache: bool = False,
     ):
         self.tiers = TierSet(
-            geometry,
-            device,
-            gpu_budget=gpu_budget,
-            cpu_budget=cpu_budget,
-            cold=cold,
-            io_threads=io_threads,
-            selective=selective,
-            codec=codec,
-            salt=salt,
-        )
+            geometry, device, gpu_budget=gpu_budget, cpu_budget=cpu_budget, cold=cold,
+            io_threads=io_threads, selective=selective, codec=codec, salt=salt,
+        )  # fmt: skip
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
@@ -164,14 +157,19 @@ class PageManager:
             sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
-        """Count the tokens that a captured step has written; seal the pages they fill."""
-        sequences.lengths = [length + 1 for length in sequences.lengths]
-        past, rest = divmod(sequences.lengths[0], self.geometry.page_tokens)
-        if rest == 0:
-            if self.window_pages:
-                for layer in range(self.geometry.layers):
-                    slide(self, sequences, layer, past - 1, 1)
-            self._writer.seal_tails(sequences)
+        """Count the tokens that a captured step has written; seal the pages they fill.
+
+        Raises:
+            TierKVError: a page could not go down; only layers sealed before count their token.
+        """
+        length, tokens = sequences.lengths[0] + 1, self.geometry.page_tokens
+        if length % tokens:
+            sequences.lengths = [length] * self.geometry.layers
+            return
+        if self.window_pages:
+            for layer in range(self.geometry.layers):
+                slide(self, sequences, layer, length // tokens - 1, 1)
+        self._writer.seal_tails(sequences)
 
     def admit(self, sequences: Sequences, batch: int, length: int) -> None:
         """Let sequences go on, up to `length` tokens each; where attention is selective, in turn.

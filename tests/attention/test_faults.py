@@ -14,6 +14,7 @@ from tests.attention.test_selective import settings
 from tests.attention.test_selective_gpu import Rerun, emulated, logits
 from tests.hf.test_exact_tokens import model
 from tierkv.errors import ColdReadError, PageFaultError
+from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
 from tierkv.paging.faults import FaultService
 from tierkv.tiers.transfer import Transfer
@@ -147,3 +148,18 @@ def test_a_step_whose_pages_are_not_shown_may_be_repeated(tmp_path: Path, monkey
 
 def fails(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("made up")
+
+
+@pytest.mark.usefixtures("captured")
+def test_an_eager_step_may_have_been_in_inference_mode(tmp_path: Path) -> None:
+    """What layers that select keep was made in inference mode then: no replay could write to it."""
+    ids, wanted = prompt(), given(tmp_path, 4)
+    want, argument = logits("llama", ids, wanted), cache_argument(model("llama"))
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        with torch.inference_mode():
+            output = model("llama")(ids[:, -NEW : 1 - NEW], **{argument: tier_cache})
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = [output.logits[0, -1].clone(), *stepped(wrapped, tier_cache, ids, graph)]
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)

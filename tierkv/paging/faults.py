@@ -366,7 +366,7 @@ class FaultService:
             if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
                 self._wanted.clear()  # the next step begins with room again
                 return False
-            most, (table,) = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # perhaps just cut
+            most, (table,) = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # may be cut
             wanted = [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
             new = {k for k in wanted if k not in self.guests and k % self._capacity < len(table)}
             keys = np.array(sorted(new), dtype=np.int64)

@@ -358,3 +358,34 @@ def test_nothing_is_replayed_after_a_forward_that_stopped_midway(monkeypatch: An
         got = wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
         assert graph.replays == 2
     assert got.tolist() == hf_model.generate(ids, max_new_tokens=2, do_sample=False).tolist()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_model_that_takes_no_positions_is_decoded_without_a_graph(monkeypatch: Any) -> None:
+    """Its TypeError ended `generate`, where other reasons not to capture a step are warnings;
+    that warning was not given if there had been a reason nobody had to be told before.
+    """
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+    hf_model, reasons = model("llama"), ["made up", ""]
+    want = hf_model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    def made(hf_model: Any, tier_cache: Any, *args: Any) -> DecodeGraph:
+        graph = DecodeGraph(hf_model, tier_cache, 400)
+        forward, obstacle = graph._forward, graph.obstacle
+
+        def strict(input_ids: Any, use_cache: Any, return_dict: Any, past_key_values: Any) -> Any:
+            return forward(input_ids)
+
+        def said() -> str:
+            return reasons.pop(0) if reasons else obstacle()
+
+        graph._forward, graph.obstacle = strict, said  # type: ignore[method-assign]
+        return graph
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with (
+        tierkv.wrap(hf_model, page_tokens=16) as wrapped,
+        pytest.warns(UserWarning, match="cannot be captured .*unexpected keyword argument"),
+    ):
+        got = wrapped.generate(ids, max_new_tokens=4, do_sample=False)
+    assert got.tolist() == want.tolist()

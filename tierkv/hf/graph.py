@@ -16,7 +16,7 @@ import torch
 
 from tierkv.attention.captured import CapturedLookups
 from tierkv.config import Config
-from tierkv.errors import CaptureError
+from tierkv.errors import CaptureError, UnsupportedModelError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.cache import TierCache
@@ -120,8 +120,8 @@ class DecodeGraph:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
             ColdReadError, PageFaultError: a page could not be read from disk; nothing was appended,
                 and the step may be repeated.
-            CaptureError: the model does something in a step that needs the host; nothing was
-                appended, and `obstacle` says so from now on.
+            CaptureError: the model needs the host in a step, or more than tokens and positions;
+                nothing was appended, and `obstacle` says so from now on.
             TierKVError: the last forward stopped midway; call `rollback` on the cache.
         """
         manager, sequences = self.tier_cache.live_manager(), self.tier_cache.sequences
@@ -159,7 +159,7 @@ class DecodeGraph:
     def _prove(self, token: torch.Tensor) -> torch.Tensor:
         """Append a token through the model itself, and compare what the replay made of it."""
         assert self._logits is not None
-        replayed, self._proves = self._logits.float(), False
+        replayed = self._logits.float()
         more: dict[str, Any] = {cache_argument(self.hf_model): self.tier_cache}
         if self.padding is not None:
             columns = torch.arange(self.tier_cache.get_seq_length() + 1, device=token.device)
@@ -171,6 +171,7 @@ class DecodeGraph:
         if not error <= MAX_DIFFERENCE:
             self._failed = f"a replay's logits differ from the model's own by {error:.2g}"
             warnings.warn(f"decoding without a CUDA graph: {self._failed}", stacklevel=4)
+        self._proves = False
         return logits
 
     def _capture(self) -> None:
@@ -179,7 +180,7 @@ class DecodeGraph:
             with self.lookups.uncounted():
                 transfer = self.lookups.manager.transfer
                 self._graph, self._logits = transfer.capture(self._run, WARMUPS)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, UnsupportedModelError) as error:
             reason = str(error).strip().split("\n")[0]
             if self._compiled is None:
                 self._failed = f"the model's step cannot be captured ({reason})"

@@ -8,6 +8,14 @@ import torch
 
 import tierkv
 from tests.models import tiny_model
+from tests.paging.manager_helpers import (
+    GEOMETRY,
+    TOKENS,
+    Batch,
+    check_books,
+    close_all,
+    make_manager,
+)
 from tests.paging_helpers import budgets
 
 
@@ -21,3 +29,15 @@ def test_a_full_disk_does_not_matter_while_warm_has_room(tmp_path: Path) -> None
         tierkv.prefill(wrapped, torch.arange(3, 153)[None], tier_cache)
         assert tier_cache.get_seq_length() == 150
         assert wrapped.stats()["tiers"]["warm"]["pages"] > 0
+
+
+def test_dropped_sequences_make_room_for_a_captured_step() -> None:
+    """The room was checked before the pages of sequences that nobody holds any more were freed."""
+    manager = make_manager(hot=2, homes=GEOMETRY.layers)
+    kept, dropped = Batch.new(manager, 1), Batch.new(manager, 1)
+    kept.append(TOKENS - 1)
+    dropped.append(TOKENS + 1)  # takes every home
+    manager.discard(dropped.sequences)
+    manager.begin_token(kept.sequences)
+    check_books(manager, [kept])
+    close_all(manager, [kept])

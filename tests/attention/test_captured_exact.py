@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,11 +17,15 @@ from tests.kernels import emulator
 from tests.paging_helpers import budgets
 from tierkv import api
 from tierkv.attention import captured_exact
+from tierkv.errors import TierKVError, WarmBudgetError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels import append, codec, decode, gather, merge
+from tierkv.paging.adopt import promote
+from tierkv.paging.descent import move_down
+from tierkv.paging.sequences import Sequences
 from tierkv.tiers.transfer import Transfer
 
 NEW = 40
@@ -196,3 +201,191 @@ def test_steps_of_a_padded_batch(how: dict[str, Any], monkeypatch: Any) -> None:
         got = wrapped.generate(ids, **given)
     assert got.tolist() == want.tolist()
     assert graphs[0].replays >= 19
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_prompt_of_one_token(tmp_path: Path, monkeypatch: Any) -> None:
+    """Nothing is prefilled then, and the first replay found no tail to write to: a RuntimeError."""
+    ids = torch.randint(3, 199, (1, 1), generator=torch.Generator().manual_seed(1))
+    want = model("llama").generate(ids, max_new_tokens=20, do_sample=False)
+    monkeypatch.setattr(api, "decode_graph", lambda *args: DecodeGraph(*args[:2], 400, proves=True))
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        got = wrapped.generate(ids, max_new_tokens=20, do_sample=False)
+    assert got.tolist() == want.tolist()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_dropped_cache_is_freed_at_once(monkeypatch: Any) -> None:
+    """A cache and its captured step named each other, so its pages stayed until Python's next
+    collection of cycles, and the next prompt found the budgets taken.
+    """
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+
+    def made(hf_model: Any, tier_cache: Any, *args: Any) -> DecodeGraph:
+        tier_cache.graph = DecodeGraph(hf_model, tier_cache, 400)
+        return tier_cache.graph
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
+        gc.collect()
+        gc.disable()
+        try:
+            wrapped.generate(ids, max_new_tokens=3, do_sample=False)
+            wrapped.manager.admit(Sequences(3), 1, 1)
+            assert not wrapped.stats()["tiers"]["hot"]["pages"]
+        finally:
+            gc.enable()
+
+
+def streaming(tmp_path: Path, new: int) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+    """Return tokens, budgets by which pages are streamed, and the logits of the `new` last ones."""
+    ids = torch.randint(3, 199, (1, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = model("llama")(ids).logits[0, -new:]
+    return ids, budgets("warm", model("llama"), tmp_path, page_tokens=16, rows=2), want
+
+
+@pytest.mark.usefixtures("emulated")
+def test_an_interrupted_step_may_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    """Ctrl-C after layer 0 had its new page left the others without theirs, for good: what the
+    device knows was told by layer 0's plan alone.
+    """
+    new = 8  # the last of them is the first after a page is sealed
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        set_pages = graph.lookups.exact._set_pages
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            assert not graph.obstacle()
+            if at == 144:
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(graph.lookups.exact, "_set_pages", interrupt_at(1, set_pages))
+                    graph.step(ids[:, at : at + 1])
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def interrupt_at(stop: int, set_pages: Any) -> Any:
+    def stopped(layer: int, plan: Any) -> None:
+        if layer == stop:
+            raise KeyboardInterrupt
+        set_pages(layer, plan)
+
+    return stopped
+
+
+@pytest.mark.usefixtures("emulated")
+def test_pages_that_changed_homes_are_streamed_from_the_new_ones(tmp_path: Path) -> None:
+    """Pages that went up and down again had the same blocks, and the captured copies went on to
+    read their former homes, which others had taken.
+    """
+    new = 4
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        manager, other, tier_cache = wrapped.manager, wrapped.cache(), wrapped.cache()
+        wrapped.prefill(ids[:, :64], other)  # takes the hot frames there are
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            if at == ids.shape[1] - 2:
+                other.close()
+                first = tier_cache.sequences.blocks[0, :1]
+                homes = manager.directory.warm[first[0]].tolist()
+                promote(manager, first)
+                assert (manager.directory.hot[first] >= 0).all()
+                for layer, home in enumerate(homes):
+                    move_down(manager, layer, first)
+                    assert manager.directory.warm[first[0], layer] != home
+                    manager.warm.payload(home)[:] = b"?" * manager.warm.frame_bytes
+            assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_step_whose_page_cannot_go_down_may_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    """All layers counted the token before their tails were sealed: if that failed, a page of the
+    others was nowhere, and nothing could be rolled back.
+    """
+    new = 8  # the second of them fills a page
+    ids, given, want = streaming(tmp_path, new)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache, outflow = wrapped.cache(), wrapped.manager.outflow
+        wrapped.prefill(ids[:, :-new], tier_cache)
+        graph, got = DecodeGraph(model("llama"), tier_cache, 400), []
+        send_down = outflow.send_down
+
+        def short(layer: int, *pages: Any) -> None:
+            if layer == 1:
+                raise WarmBudgetError("made up")
+            send_down(layer, *pages)
+
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            assert not graph.obstacle()
+            if at == 143:
+                with monkeypatch.context() as patch, pytest.raises(WarmBudgetError, match="made"):
+                    patch.setattr(outflow, "send_down", short)
+                    graph.step(ids[:, at : at + 1])
+                assert tier_cache.sequences.lengths == [at] * 3
+                assert not graph.obstacle()
+            got.append(graph.step(ids[:, at : at + 1])[0, -1].clone())
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_nothing_is_replayed_after_a_forward_that_stopped_midway(monkeypatch: Any) -> None:
+    """A replay took the first layer's length for that of all, and read what was not there."""
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+    hf_model = model("llama")
+
+    def stop(*args: Any) -> None:
+        raise RuntimeError("stop")
+
+    with torch.no_grad(), tierkv.wrap(hf_model, page_tokens=16) as wrapped:
+        tier_cache, argument = wrapped.cache(), cache_argument(hf_model)
+        wrapped.prefill(ids[:, :-2], tier_cache)
+        graph = DecodeGraph(hf_model, tier_cache, 400)
+        monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
+        hook = hf_model.model.layers[1].mlp.register_forward_pre_hook(stop)
+        with pytest.raises(RuntimeError, match="stop"):
+            hf_model(ids[:, -2:-1], **{argument: tier_cache})
+        hook.remove()
+        with pytest.raises(TierKVError, match="hold 38 to 39 tokens"):
+            wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
+        tier_cache.rollback()
+        got = wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
+        assert graph.replays == 2
+    assert got.tolist() == hf_model.generate(ids, max_new_tokens=2, do_sample=False).tolist()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_model_that_takes_no_positions_is_decoded_without_a_graph(monkeypatch: Any) -> None:
+    """Its TypeError ended `generate`, where other reasons not to capture a step are warnings;
+    that warning was not given if there had been a reason nobody had to be told before.
+    """
+    ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
+    hf_model, reasons = model("llama"), ["made up", ""]
+    want = hf_model.generate(ids, max_new_tokens=4, do_sample=False)
+
+    def made(hf_model: Any, tier_cache: Any, *args: Any) -> DecodeGraph:
+        graph = DecodeGraph(hf_model, tier_cache, 400)
+        forward, obstacle = graph._forward, graph.obstacle
+
+        def strict(input_ids: Any, use_cache: Any, return_dict: Any, past_key_values: Any) -> Any:
+            return forward(input_ids)
+
+        def said() -> str:
+            return reasons.pop(0) if reasons else obstacle()
+
+        graph._forward, graph.obstacle = strict, said  # type: ignore[method-assign]
+        return graph
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with (
+        tierkv.wrap(hf_model, page_tokens=16) as wrapped,
+        pytest.warns(UserWarning, match="cannot be captured .*unexpected keyword argument"),
+    ):
+        got = wrapped.generate(ids, max_new_tokens=4, do_sample=False)
+    assert got.tolist() == want.tolist()

@@ -14,6 +14,7 @@ from tests.attention.test_selective import settings
 from tests.attention.test_selective_gpu import Rerun, emulated, logits
 from tests.hf.test_exact_tokens import model
 from tierkv.errors import ColdReadError, PageFaultError
+from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
 from tierkv.paging.faults import FaultService
 from tierkv.tiers.transfer import Transfer
@@ -81,7 +82,7 @@ def test_a_step_without_an_answer_fails_and_can_be_repeated(
     """
     ids, wanted = prompt(), given(tmp_path, 4)
     want = logits("llama", ids, wanted)
-    monkeypatch.setattr(FaultService, "patience", 0.3)
+    monkeypatch.setattr(FaultService, "patience", 1.0)
     with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
         tier_cache = wrapped.cache()
         wrapped.prefill(ids[:, :-NEW], tier_cache)
@@ -89,7 +90,7 @@ def test_a_step_without_an_answer_fails_and_can_be_repeated(
         with monkeypatch.context() as broken:
             if kind == "dead":
                 broken.setattr(FaultService, "_answer", lambda *_: sys.exit())
-                error, text = PageFaultError, "0.3 s: the thread that reads them has died"
+                error, text = PageFaultError, "1 s: the thread that reads them has died"
             else:
                 broken.setattr(wrapped.manager.cold, "read_into", unreadable)
                 error, text = ColdReadError, "made up"
@@ -123,3 +124,42 @@ def test_captured_contexts_take_turns(tmp_path: Path) -> None:
         assert wrapped.manager.selective.turns == 2 * NEW - 1
     for steps in got:
         torch.testing.assert_close(torch.stack(steps), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_a_step_whose_pages_are_not_shown_may_be_repeated(tmp_path: Path, monkeypatch: Any) -> None:
+    """Pages sent down from all layers at once stayed below, for nobody, when what followed failed;
+    the token counted all the same.
+    """
+    ids, wanted = prompt(), given(tmp_path, 4)  # the second step fills a page
+    want = logits("llama", ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids[:, :303], graph)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="made up"):
+            patch.setattr(wrapped.manager.selective, "sealed_across", fails)
+            graph.step(ids[:, 303:304])
+        assert tier_cache.sequences.lengths == [303] * 3
+        got += stepped(wrapped, tier_cache, ids, graph)
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def fails(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("made up")
+
+
+@pytest.mark.usefixtures("captured")
+def test_an_eager_step_may_have_been_in_inference_mode(tmp_path: Path) -> None:
+    """What layers that select keep was made in inference mode then: no replay could write to it."""
+    ids, wanted = prompt(), given(tmp_path, 4)
+    want, argument = logits("llama", ids, wanted), cache_argument(model("llama"))
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        with torch.inference_mode():
+            output = model("llama")(ids[:, -NEW : 1 - NEW], **{argument: tier_cache})
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = [output.logits[0, -1].clone(), *stepped(wrapped, tier_cache, ids, graph)]
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)

@@ -91,7 +91,7 @@ class FakeDevice:
 
     def __init__(self, manager: FakeManager, box: Mailbox):
         self.addresses, self.box, self.number = manager.selective.addresses, box, 0
-        self.failed = False
+        self.failed, self.patience = False, 0.3
 
     def choose(self, layer: int, pages: list[int], rounds: int) -> None:
         """Choose pages of a layer; every one of them must be fetched whole, whatever way."""
@@ -120,7 +120,7 @@ class FakeDevice:
             time.sleep(1e-5)
             if words[BEAT] != beat:
                 beat, heard = words[BEAT], time.monotonic()
-            if time.monotonic() - heard > 0.3:
+            if time.monotonic() - heard > self.patience:
                 words[GAVE_UP] = self.number
                 self.failed = True
                 return 0
@@ -162,6 +162,7 @@ def test_every_page_comes_whole_or_the_step_says_why_not(
     box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
     device = FakeDevice(manager, box)
+    device.patience = 30.0  # the thread may have to wait for a core
     try:
         for number, (lookups, nearly, broken, keep) in enumerate(steps):
             manager.broken, manager.selective.steps = set(broken), number
@@ -324,3 +325,70 @@ def test_a_kernel_that_gave_up_does_not_free_what_is_still_read(
         device.choose(0, [1, 2], 9)
     assert used == [2] and not manager.warm.inbound.used
     service.close()
+
+
+def test_an_interrupted_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while pages read ahead were told to the device left the step running unanswered.
+
+    The frames that it read from were free for others already.
+    """
+    manager = FakeManager(4, 0)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, held = FakeDevice(manager, box), list[int]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def finish() -> None:
+        device.choose(1, [3, 4], 9)  # what the step still does
+        held.append(manager.warm.inbound.used)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.transfer, "finish", finish)
+        patch.setattr(service, "_tell_arrived", interrupted)
+        with pytest.raises(KeyboardInterrupt), service.serving(manager.sequences):
+            device.choose(0, [1, 2], 9)
+    assert held == [2] and not device.failed
+    assert not manager.selective.addresses.any() and not manager.warm.inbound.used
+    service.close()
+
+
+def read_ahead(service: Any, manager: FakeManager, pages: list[int]) -> None:
+    """Have pages of layer 0 read ahead by the caller, and wait until they have come."""
+    service._sequences = manager.sequences
+    service._wanted.extend(pages)
+    assert service._read_ahead()
+    with service._lock:
+        assert service._lock.wait_for(lambda: not service._reading, 10)
+
+
+def test_one_free_frame_takes_one_page_read_ahead() -> None:
+    """With fewer than 32 guest frames the last one was asked for two pages: that read failed."""
+    manager = FakeManager(4, 17)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    service.guests.take(np.arange(PAGES, PAGES + 16), 0)
+    read_ahead(service, manager, [5, 7])
+    assert (service.ahead, service.ahead_failed) == (1, 0) and 7 in service.guests
+    service.close()
+
+
+def test_pages_to_read_ahead_may_be_cut_off_meanwhile() -> None:
+    """A crop shortens the block table before it says so: the thread died of an IndexError."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    manager.sequences.blocks = manager.sequences.blocks[:, :6]
+    read_ahead(service, manager, [5, 7])
+    assert service.ahead == 1 and 5 in service.guests and 7 not in service.guests
+    service.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_thread_that_has_beaten_for_half_a_day_goes_on() -> None:
+    """The count of beats overflowed: a warning, and where that is an error, a dead thread."""
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    box.words[BEAT] = 2**31 - 1
+    box.beat()
+    assert box.words[BEAT] == 0

@@ -12,7 +12,15 @@ import torch
 
 import tierkv
 from tests.models import tiny_model
-from tests.paging.manager_helpers import TOKENS, Batch, close_all, make_manager, open_store
+from tests.paging.manager_helpers import (
+    GEOMETRY,
+    TOKENS,
+    Batch,
+    check_books,
+    close_all,
+    make_manager,
+    open_store,
+)
 from tests.paging_helpers import budgets
 from tierkv.errors import WriteLimitError
 
@@ -51,3 +59,15 @@ def test_pages_that_are_just_being_written_count_once(tmp_path: Path) -> None:
         batch.append(TOKENS)
     batch.check()
     close_all(manager, [batch])
+
+
+def test_dropped_sequences_make_room_for_a_captured_step() -> None:
+    """The room was checked before the pages of sequences that nobody holds any more were freed."""
+    manager = make_manager(hot=2, homes=GEOMETRY.layers)
+    kept, dropped = Batch.new(manager, 1), Batch.new(manager, 1)
+    kept.append(TOKENS - 1)
+    dropped.append(TOKENS + 1)  # takes every home
+    manager.discard(dropped.sequences)
+    manager.begin_token(kept.sequences)
+    check_books(manager, [kept])
+    close_all(manager, [kept])

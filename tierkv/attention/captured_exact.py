@@ -70,7 +70,8 @@ class CapturedExact:
         self.fetches = [Fetches(order, order, counts[layer]) for layer in range(layers)]
         self.outgrown = False
         self._plans: dict[int, Plan] = {}
-        self._captured: list[Blocks] = [np.zeros(0, dtype=np.int64)] * layers
+        self._told: Plan | None = None  # layer 0's, once the device knows the plans of all layers
+        self._captured: list[Frames] = [np.zeros(0, dtype=np.int64)] * layers
         self._block_pages: list[list[int]] = [[]] * layers
         self._resident = np.zeros((layers, 1), dtype=np.int32)
         self._streams, self._streamed = False, 0
@@ -101,22 +102,23 @@ class CapturedExact:
 
     def begin(self, past: int, tail_tokens: int) -> None:
         """Set what a step reads from device memory; the new token is the tail's last."""
-        page_tokens, changed = self.manager.geometry.page_tokens, False
+        page_tokens = self.manager.geometry.page_tokens
         self.manager.lookahead.cancel()  # its staging buffers are the replay's now
         self.manager.transfer.settle()
-        for layer in range(0 if self._known(past) else self.layers):
-            plan = self.manager.plan(self.sequences, layer, past)
-            if plan is not self._plans.get(layer):
-                self._plans[layer] = plan
-                self._set_pages(layer, plan)
-                changed = True
-        tokens = self._resident * page_tokens + tail_tokens
-        self.tokens.copy_(torch.from_numpy(tokens).expand_as(self.tokens))
-        if changed:
+        if not self._known(past):
+            self._told = None
+            for layer in range(self.layers):
+                plan = self.manager.plan(self.sequences, layer, past)
+                if plan is not self._plans.get(layer):
+                    self._set_pages(layer, plan)
+                    self._plans[layer] = plan
             self._streamed = sum(len(plan.streamed) for plan in self._plans.values())
             room = self.addresses.shape[1] if self._streams else 0
-            later = [self._later(layer) for layer in range(self.layers)]
+            later = [self._later(layer, plan) for layer, plan in self._plans.items()]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
+            self._told = self._plans.get(0)
+        tokens = self._resident * page_tokens + tail_tokens
+        self.tokens.copy_(torch.from_numpy(tokens).expand_as(self.tokens))
 
     def renew(self) -> None:
         """Prepare for capturing a step: it has copies of all that is streamed now."""
@@ -124,7 +126,7 @@ class CapturedExact:
         blocks, most = [], 0
         for layer in range(self.layers):
             streamed = self._plans[layer].streamed
-            self._captured[layer] = self.sequences.blocks[0, streamed]
+            self._captured[layer] = self._homes(layer, streamed)
             staged = self._plans[layer].staged
             self._block_pages[layer] = [len(part.positions) for part in staged]
             for part in staged:
@@ -211,7 +213,7 @@ class CapturedExact:
         table = torch.from_numpy(frames).to(self.tables.device)
         self.tables[layer, :, : frames.shape[1]] = table
         self._resident[layer] = frames.shape[1] - 1
-        later = self._later(layer)
+        later = self._later(layer, plan)
         if later is None or len(later) > self.addresses.shape[1]:
             return  # the step will be captured anew
         if len(later):
@@ -220,15 +222,15 @@ class CapturedExact:
         self.fetches[layer].counts.fill_(len(later))
         self.later_tokens[layer].fill_(len(later) * self.manager.geometry.page_tokens)
 
-    def _later(self, layer: int) -> Blocks | None:
+    def _later(self, layer: int, plan: Plan) -> Blocks | None:
         """Return the positions streamed beyond the captured copies; None if those do not fit."""
-        streamed, captured = self._plans[layer].streamed, self._captured[layer]
-        held = self.sequences.blocks[0, streamed[: len(captured)]]
-        return streamed[len(captured) :] if np.array_equal(held, captured) else None
+        streamed, captured = plan.streamed, self._captured[layer]
+        homes = self._homes(layer, streamed[: len(captured)])
+        return streamed[len(captured) :] if np.array_equal(homes, captured) else None
 
     def _known(self, past: int) -> bool:
         """Whether all layers look up what they did before; their plans are remade together."""
-        plan = self._plans.get(0)
+        plan = self._told
         return (
             plan is not None
             and plan is self.sequences.plans.get(0)

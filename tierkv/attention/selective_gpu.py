@@ -296,7 +296,8 @@ def reader_of(manager: PageManager, query: torch.Tensor) -> Reader:
     state = manager.selective
     assert state is not None
     if not isinstance(state.reader, Reader):
-        state.reader = Reader(manager, state, query)
+        with torch.inference_mode(False):  # or only steps in inference mode could write to it
+            state.reader = Reader(manager, state, query)
     return state.reader
 
 

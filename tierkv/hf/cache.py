@@ -176,11 +176,7 @@ class TierCache(Cache):
             )
         if tier_layer == 0:
             self._check_whole(k.shape[2])
-        if self._unread is not None:
-            raise HandshakeError(
-                f"layer {self.tiered[self._unread[0]]} was updated but its attention did not run "
-                f"through tierkv; call rollback() or reset() on the cache first"
-            )
+        self._check_read()
         lookup = manager.append(self.sequences, tier_layer, k, v)
         self._unread = tier_layer, k.shape[2]
         return lookup
@@ -208,6 +204,22 @@ class TierCache(Cache):
                 f"the last forward stopped midway (layers hold {min(held)} to {max(held)} "
                 f"tokens); call rollback() or reset() on the cache first"
             )
+
+    def _check_read(self) -> None:
+        if self._unread is not None:
+            raise HandshakeError(
+                f"layer {self.tiered[self._unread[0]]} was updated but its attention did not run "
+                f"through tierkv; call rollback() or reset() on the cache first"
+            )
+
+    def check_whole(self) -> None:
+        """Check that the last forward, if there was one, is over.
+
+        Raises:
+            TierKVError: it stopped midway.
+        """
+        self._check_whole(0)
+        self._check_read()
 
     def rollback(self) -> None:
         """Undo a forward that stopped midway: cut every layer to the shortest.

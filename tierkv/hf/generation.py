@@ -91,7 +91,7 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iter
                 obstacle, warns = str(error), True
         if not told and warns:
             warnings.warn(f"decoding without a CUDA graph: {obstacle}", stacklevel=2)
-        told.add(obstacle)
+            told.add(obstacle)
         return forward(**kwargs)
 
     hf_model.forward = call

@@ -8,6 +8,7 @@ does what happens once a page: sealing, writing through, new blocks.
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from tierkv.attention.captured import CapturedLookups
 from tierkv.config import Config
-from tierkv.errors import CaptureError
+from tierkv.errors import CaptureError, UnsupportedModelError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.cache import TierCache
@@ -65,7 +66,8 @@ class DecodeGraph:
         padding: torch.Tensor | None = None,
         proves: bool = False,
     ):
-        self.hf_model, self.tier_cache, self.padding = hf_model, tier_cache, padding
+        self.hf_model, self.padding = hf_model, padding
+        self._cache = weakref.ref(tier_cache)  # no cycle: it keeps the graph, and is freed at once
         self._forward = hf_model.forward  # before anyone wraps it
         self._compiled = torch.compile(self._forward, fullgraph=True) if compiled else None
         self.replays = 0
@@ -86,6 +88,13 @@ class DecodeGraph:
         self._failed, self._proves = "", proves
         self._logits: torch.Tensor | None = None
         self.output: Any = None
+
+    @property
+    def tier_cache(self) -> TierCache:
+        """The cache whose steps these are."""
+        tier_cache = self._cache()
+        assert tier_cache is not None, "the cache of this graph is gone"
+        return tier_cache
 
     def serves(self, rows: int, padding: torch.Tensor | None) -> bool:
         """Whether steps are of so many sequences, so padded."""
@@ -111,10 +120,12 @@ class DecodeGraph:
             HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
             ColdReadError, PageFaultError: a page could not be read from disk; nothing was appended,
                 and the step may be repeated.
-            CaptureError: the model does something in a step that needs the host; nothing was
-                appended, and `obstacle` says so from now on.
+            CaptureError: the model needs the host in a step, or more than tokens and positions;
+                nothing was appended, and `obstacle` says so from now on.
+            TierKVError: the last forward stopped midway; call `rollback` on the cache.
         """
         manager, sequences = self.tier_cache.live_manager(), self.tier_cache.sequences
+        self.tier_cache.check_whole()
         manager.begin_token(sequences)
         self.ids.copy_(token)
         self.position.fill_(sequences.lengths[0])
@@ -122,17 +133,22 @@ class DecodeGraph:
             self.position.sub_(self.padding[:, None])
         self.lookups.begin()
         exact, waits = self.lookups.exact, self.lookups.waits
-        with self.lookups.answered():
-            if self._graph is None or exact.outgrown or (waits and not self._waits):
-                self._graph, self._waits = None, waits
-                exact.renew()
+        if self._graph is None or exact.outgrown or (waits and not self._waits):
+            self._graph, self._waits = None, waits
+            exact.renew()
+            with self.lookups.answered():  # warm-ups ask, too; what they were told ends with them
                 self._capture()
-            with self.lookups.uncounted() if self._proves else nullcontext():
-                self._replay()
+        counted = self.lookups.uncounted() if self._proves else nullcontext()
+        with self.lookups.answered(), counted:
+            self._replay()
         if self._proves:
             return self._prove(token)
         exact.count()
-        manager.end_token(sequences)
+        try:
+            manager.end_token(sequences)
+        except BaseException:
+            self.tier_cache.rollback()
+            raise
         assert self._logits is not None
         return self._logits
 
@@ -144,7 +160,7 @@ class DecodeGraph:
     def _prove(self, token: torch.Tensor) -> torch.Tensor:
         """Append a token through the model itself, and compare what the replay made of it."""
         assert self._logits is not None
-        replayed, self._proves = self._logits.float(), False
+        replayed = self._logits.float()
         more: dict[str, Any] = {cache_argument(self.hf_model): self.tier_cache}
         if self.padding is not None:
             columns = torch.arange(self.tier_cache.get_seq_length() + 1, device=token.device)
@@ -156,6 +172,7 @@ class DecodeGraph:
         if not error <= MAX_DIFFERENCE:
             self._failed = f"a replay's logits differ from the model's own by {error:.2g}"
             warnings.warn(f"decoding without a CUDA graph: {self._failed}", stacklevel=4)
+        self._proves = False
         return logits
 
     def _capture(self) -> None:
@@ -164,7 +181,7 @@ class DecodeGraph:
             with self.lookups.uncounted():
                 transfer = self.lookups.manager.transfer
                 self._graph, self._logits = transfer.capture(self._run, WARMUPS)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, ValueError, UnsupportedModelError) as error:
             reason = str(error).strip().split("\n")[0]
             if self._compiled is None:
                 self._failed = f"the model's step cannot be captured ({reason})"

@@ -32,6 +32,8 @@ PARTS, FORESEEN, EVERY = 8, 15, 4
 steps from one report of a layer to the next."""
 BEAT, ANSWERED, REFUSED, REST = range(4)
 ASKED, LAYER, ROUND, COUNT, GAVE_UP = range(32, 37)
+MOST_BEATS = 1 << 31
+"""Beats are counted modulo this."""
 WORDS = 64
 """Words of a mailbox: those that the host writes, then those that the kernel writes."""
 FAILED, STATE_WORDS = 1, 3
@@ -125,7 +127,8 @@ class Mailbox:
 
     def beat(self) -> None:
         """Show that the thread that answers is alive."""
-        self.words.numpy()[BEAT] += 1
+        words = self.words.numpy()
+        words[BEAT] = (int(words[BEAT]) + 1) % MOST_BEATS  # there is one every 20 us
 
     @property
     def failed(self) -> bool:

@@ -113,17 +113,8 @@ class FaultService:
         finally:
             try:
                 self._tell_arrived()  # while the step runs; holds from the next one on
-                self._manager.transfer.finish()
             finally:
-                with self._lock:
-                    self._serving = False
-                    while self._answering and self._thread.is_alive():  # the kernel gave up first
-                        self._lock.wait(BEAT)
-                self._settle()
-                failed = self.mailbox.failed
-                if failed:
-                    self._state.forget_frames()
-                    self.mailbox.reset()
+                failed = self._end_step()
         if failed:
             raise self._error or PageFaultError(
                 f"a captured step asked for pages on disk and had no answer for "
@@ -203,6 +194,23 @@ class FaultService:
             frames = self.guests.find(arrived)
         if len(arrived):
             self._tell(arrived, frames)
+
+    def _end_step(self) -> bool:
+        """Wait for the step, then undo what was for it alone; say whether it failed."""
+        assert self._thread is not None
+        try:
+            self._manager.transfer.finish()
+        finally:
+            with self._lock:
+                self._serving = False
+                while self._answering and self._thread.is_alive():  # the kernel gave up first
+                    self._lock.wait(BEAT)
+            self._settle()
+            failed = self.mailbox.failed
+            if failed:
+                self._state.forget_frames()
+                self.mailbox.reset()
+        return failed
 
     def _settle(self) -> None:
         """Make the device forget pages that only passed through."""
@@ -358,11 +366,12 @@ class FaultService:
             if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
                 self._wanted.clear()  # the next step begins with room again
                 return False
-            wanted = [self._wanted.pop() for _ in range(min(AHEAD_PAGES, len(self._wanted)))]
-            new = {key for key in wanted if key not in self.guests}
+            most, (table,) = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # may be cut
+            wanted = [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
+            new = {k for k in wanted if k not in self.guests and k % self._capacity < len(table)}
             keys = np.array(sorted(new), dtype=np.int64)
             layers, positions = np.divmod(keys, self._capacity)
-            layers, blocks = layers + self._state.spec.dense_layers, sequences.blocks[0, positions]
+            layers, blocks = layers + self._state.spec.dense_layers, table[positions]
             cold = manager.directory.cold[blocks, layers]
             keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
             if not len(keys):

@@ -71,16 +71,9 @@ class PageManager:
         prefix_cache: bool = False,
     ):
         self.tiers = TierSet(
-            geometry,
-            device,
-            gpu_budget=gpu_budget,
-            cpu_budget=cpu_budget,
-            cold=cold,
-            io_threads=io_threads,
-            selective=selective,
-            codec=codec,
-            salt=salt,
-        )
+            geometry, device, gpu_budget=gpu_budget, cpu_budget=cpu_budget, cold=cold,
+            io_threads=io_threads, selective=selective, codec=codec, salt=salt,
+        )  # fmt: skip
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
@@ -150,26 +143,32 @@ class PageManager:
         sequences.lengths[layer] = length + new
 
     def begin_token(self, sequences: Sequences) -> None:
-        """Make room for one token of each open sequence, which a captured step will write.
+        """Make room for one token of each sequence, of one if they are new, for a captured step.
 
         Raises:
-            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing changed.
+            HotBudgetError, WarmBudgetError, DiskBudgetError: no room; nothing was appended.
         """
         self._check_open()
-        self._reserve(sequences, 1)
         length = sequences.lengths[0]
-        self.admit(sequences, sequences.batch, length + 1)
+        self.admit(sequences, max(sequences.batch, 1), length + 1)
+        if sequences not in self._open:
+            self.start(sequences, 1)
+        self._reserve(sequences, 1)
         if -(-(length + 1) // self.geometry.page_tokens) > sequences.num_blocks:
             sequences.extend(self.new_blocks(sequences.batch).reshape(-1, 1))
 
     def end_token(self, sequences: Sequences) -> None:
-        """Count the tokens that a captured step has written, in each layer once they are safe."""
-        past, offset = divmod(sequences.lengths[0], self.geometry.page_tokens)
-        if offset + 1 < self.geometry.page_tokens:
-            sequences.lengths = [length + 1 for length in sequences.lengths]
+        """Count the tokens that a captured step has written; seal the pages they fill.
+
+        Raises:
+            TierKVError: a page could not go down; only layers sealed before count their token.
+        """
+        length, tokens = sequences.lengths[0] + 1, self.geometry.page_tokens
+        if length % tokens:
+            sequences.lengths = [length] * self.geometry.layers
             return
         for layer in range(self.geometry.layers) if self.window_pages else ():
-            slide(self, sequences, layer, past, 1)
+            slide(self, sequences, layer, length // tokens - 1, 1)
         self._writer.seal_tails(sequences)
 
     def admit(self, sequences: Sequences, batch: int, length: int) -> None:
@@ -207,6 +206,7 @@ class PageManager:
             sequences.tails = self.take_tails(batch)
         sequences.batch = batch
         sequences.blocks = np.zeros((batch, 0), dtype=np.int64)
+        sequences.changed()
         self._open.add(sequences)
         if self.selective is not None and sequences.waiting is None:
             self.selective.owner = sequences

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tierkv.paging.outflow import Outflow
-from tierkv.paging.selective import TAIL_FRAME
+from tierkv.paging.selective import TAIL_FRAME, SelectiveState
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import TierSet
 from tierkv.tiers.arena import Arena
@@ -74,11 +74,7 @@ class Writer:
         sequences.sealed(layer)
 
     def seal_tails(self, sequences: Sequences) -> None:
-        """Seal the tails that one more token fills, which a captured step has written.
-
-        A layer counts the token when its page is sealed, and not before: what cannot be sealed is
-        in its tail, whole.
-        """
+        """Count the token by which a captured step has filled the tails, and seal those."""
         together = self._seal_selecting(sequences)
         for layer in range(self.tiers.geometry.layers):
             if layer not in together:
@@ -100,20 +96,36 @@ class Writer:
         sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
         if sent is None:
             return none
+        try:
+            self._show(state, position, k, v, sent)
+        except BaseException:
+            for layer in layers:
+                self._outflow.take_back(layer, sequences.blocks[:, position])
+            raise
+        tiers.stats.pages_sealed += len(layers)
+        for layer in layers:
+            sequences.sealed(layer)
+            sequences.lengths[layer] += 1
+        return layers
+
+    def _show(
+        self, state: SelectiveState, position: int, k: torch.Tensor, v: torch.Tensor, sent: Frames
+    ) -> None:
+        """Show selective attention a page that was sent down from all layers that select.
+
+        k, v: ``[layers, kv_heads, page_tokens, dim]``; sent: ``[layers]`` warm frames.
+        """
+        tiers = self.tiers
+        assert tiers.hot.selecting is not None
         away = bool((sent >= tiers.warm.outbound_start).any())
         addresses = tiers.warm.addresses(sent)
         if away:
             guests = state.faults.welcome(position) if state.faults is not None else None
             addresses[:] = 0
             if guests is not None:
-                tiers.transfer.write_down(*pages, guests)
+                tiers.transfer.write_down(k.transpose(0, 1), v.transpose(0, 1), guests)
                 addresses = tiers.warm.addresses(guests)
         state.sealed_across(position, k, v, tiers.hot.selecting, addresses, away=away)
-        tiers.stats.pages_sealed += len(layers)
-        for layer in layers:
-            sequences.lengths[layer] += 1
-            sequences.sealed(layer)
-        return layers
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch
@@ -133,8 +145,8 @@ class Writer:
                 self._outflow.take_back(layer, blocks)
                 raise
         tiers.stats.pages_sealed += batch
-        sequences.lengths[layer] += 1
         sequences.sealed(layer)
+        sequences.lengths[layer] += 1
 
     def _write_one(
         self, sequences: Sequences, layer: int, offset: int, k: torch.Tensor, v: torch.Tensor

@@ -85,7 +85,7 @@ class Transfer:
             self._replayed: Any = None  # end of the last replay, which may still use staging
             self._frame_written = np.zeros(warm.num_frames, dtype=np.int64)
             self._frame_read = np.zeros(warm.num_frames, dtype=np.int64)
-            self._enqueue = threading.Lock()  # the up stream has two feeders
+            self._enqueue = threading.Lock()  # guards the clocks and the frames' numbers
 
     # -- upwards ---------------------------------------------------------------------------
 
@@ -232,7 +232,9 @@ class Transfer:
     def settle(self) -> None:
         """Make the caller's stream wait for all copies, before a replay reads warm memory."""
         if self.cuda:
-            for last in (self._down.last(), self._up.last()):
+            with self._enqueue:
+                copies = self._down.last(), self._up.last()
+            for last in copies:
                 if last is not None:
                     torch.cuda.current_stream(self.device).wait_event(last)
 

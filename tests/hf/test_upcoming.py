@@ -28,17 +28,16 @@ class Recorder:
         self.asked: dict[int, torch.Tensor] = {}
         self.foreseen: dict[int, torch.Tensor] = {}
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.value = v
-
     def announce(self, layer: int, query: Any, scale: float) -> None:
         assert layer not in self.asked, "announced after it was asked"
         self.foreseen[layer] = query().clone()
 
-    def attend(self, query: torch.Tensor, layer: int, **kwargs: Any) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int, **kwargs: Any
+    ) -> torch.Tensor:
         self.asked[layer] = query.clone()
-        group = query.shape[1] // self.value.shape[1]
-        return self.value.repeat_interleave(group, 1).transpose(1, 2).contiguous()
+        group = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(group, 1).transpose(1, 2).contiguous()
 
 
 def deep(kind: str, **more: Any) -> Any:

@@ -35,8 +35,6 @@ SCALE_BYTES = 2
 NAN_SCALE = 0x7FC0
 """Bits of the scale of a group that decodes to NaN."""
 
-BITS_OF = {2: torch.int16, 4: torch.int32}
-
 
 @dataclass(frozen=True, slots=True)
 class Section:

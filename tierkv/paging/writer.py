@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tierkv.paging.directory import Blocks
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.selective import TAIL_FRAME, SelectiveState
 from tierkv.paging.sequences import Sequences
@@ -91,25 +92,36 @@ class Writer:
             return none
         layers = range(state.spec.dense_layers, tiers.geometry.layers)
         position = sequences.lengths[layers.start] // tiers.geometry.page_tokens
-        k, v = (frames[:, :, TAIL_FRAME] for frames in tiers.hot.selecting)
-        pages = k.transpose(0, 1), v.transpose(0, 1)
-        sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
-        if sent is None:
-            return none
         try:
-            self._show(state, position, k, v, sent)
+            for row, block in enumerate(sequences.blocks[:, position].tolist()):
+                k, v = (frames[:, :, TAIL_FRAME + row] for frames in tiers.hot.selecting)
+                pages = k.transpose(0, 1), v.transpose(0, 1)
+                sent = self._outflow.send_across(layers, block, *pages)
+                if sent is None:
+                    self._take_back(layers, sequences.blocks[:row, position])
+                    return none
+                self._show(state, row, position, k, v, sent)
         except BaseException:
-            for layer in layers:
-                self._outflow.take_back(layer, sequences.blocks[:, position])
+            self._take_back(layers, sequences.blocks[:, position])
             raise
-        tiers.stats.pages_sealed += len(layers)
+        tiers.stats.pages_sealed += len(layers) * sequences.batch
         for layer in layers:
             sequences.sealed(layer)
             sequences.lengths[layer] += 1
         return layers
 
+    def _take_back(self, layers: range, blocks: Blocks) -> None:
+        for layer in layers:
+            self._outflow.take_back(layer, blocks)
+
     def _show(
-        self, state: SelectiveState, position: int, k: torch.Tensor, v: torch.Tensor, sent: Frames
+        self,
+        state: SelectiveState,
+        row: int,
+        position: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sent: Frames,
     ) -> None:
         """Show selective attention a page that was sent down from all layers that select.
 
@@ -120,12 +132,12 @@ class Writer:
         away = bool((sent >= tiers.warm.outbound_start).any())
         addresses = tiers.warm.addresses(sent)
         if away:
-            guests = state.faults.welcome(position) if state.faults is not None else None
+            guests = state.faults.welcome(row, position) if state.faults is not None else None
             addresses[:] = 0
             if guests is not None:
                 tiers.transfer.write_down(k.transpose(0, 1), v.transpose(0, 1), guests)
                 addresses = tiers.warm.addresses(guests)
-        state.sealed_across(position, k, v, tiers.hot.selecting, addresses, away=away)
+        state.sealed_across(row, position, k, v, tiers.hot.selecting, addresses, away=away)
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch
@@ -229,4 +241,4 @@ class Writer:
         if state is None or not state.spec.selects(layer):
             return
         addresses = tiers.home_addresses(blocks, layer) if state.spec.slots else None
-        state.sealed(layer, position, k, v, tiers.hot.arenas[layer], addresses)
+        state.sealed(layer, row, position, k, v, tiers.hot.arenas[layer], addresses)

@@ -109,3 +109,21 @@ def test_rows_that_are_copied_and_swapped(kind: str, tmp_path: Path) -> None:
         assert tier_cache.sequences.tails.tolist() == [[0]] * 3
     torch.testing.assert_close(got, want[:2], rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(rest, want[2:, swapped], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_what_came_from_disk_for_a_row_is_not_the_other_rows(tmp_path: Path) -> None:
+    """Rows of different prompts swap places, and pages go by place."""
+    ids, swapped = prompts(), torch.tensor([1, 0])
+    wanted = given("cold", tmp_path, dense_layers=0)
+    want = alone(ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids[:, : 1 - NEW], graph)
+        assert len(wrapped.manager.selective.faults.guests.keys)
+        tier_cache.reorder_cache(swapped)
+        rest = stepped(wrapped, tier_cache, ids[swapped], graph)
+    torch.testing.assert_close(got, want[:1], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(rest, want[1:, swapped], rtol=2e-4, atol=2e-4)

@@ -80,9 +80,7 @@ class DecodeGraph:
         with torch.inference_mode(False):
             self.lookups = CapturedLookups(manager, tier_cache.sequences, pages, padding)
             rows = max(tier_cache.sequences.batch, 1)
-            self.ids, self.position = torch.zeros(
-                (2, rows, 1), dtype=torch.long, device=manager.device
-            )
+            self.ids = torch.zeros((rows, 1), dtype=torch.long, device=manager.device)
         self._graph: Any = None
         self._waits = False  # whether the graph can wait for pages on disk
         self._failed, self._proves = "", proves
@@ -128,9 +126,6 @@ class DecodeGraph:
         self.tier_cache.check_whole()
         manager.begin_token(sequences)
         self.ids.copy_(token)
-        self.position.fill_(sequences.lengths[0])
-        if self.padding is not None:
-            self.position.sub_(self.padding[:, None])
         self.lookups.begin()
         exact, waits = self.lookups.exact, self.lookups.waits
         if self._graph is None or exact.outgrown or (waits and not self._waits):
@@ -165,7 +160,7 @@ class DecodeGraph:
         if self.padding is not None:
             columns = torch.arange(self.tier_cache.get_seq_length() + 1, device=token.device)
             more["attention_mask"] = (columns >= self.padding[:, None]).long()
-            more["position_ids"] = self.position
+            more["position_ids"] = self.lookups.numbers.device.position
         own = self._forward(input_ids=token, use_cache=True, return_dict=True, **more).logits
         logits: torch.Tensor = own
         error = float((replayed - logits.float()).norm() / logits.float().norm())
@@ -191,11 +186,11 @@ class DecodeGraph:
             self._capture()
 
     def _run(self) -> torch.Tensor:
-        self.lookups.exact.start()
+        self.lookups.start()
         with running(self.hf_model, self.lookups, self.upcoming) as step_cache:
             self.output = (self._compiled or self._forward)(
                 input_ids=self.ids,
-                position_ids=self.position,
+                position_ids=self.lookups.numbers.device.position,
                 use_cache=True,
                 return_dict=True,
                 **{cache_argument(self.hf_model): step_cache},

@@ -16,7 +16,7 @@ import torch
 
 from tierkv.attention.captured import CapturedLookups
 from tierkv.config import Config
-from tierkv.errors import CaptureError, UnsupportedModelError
+from tierkv.errors import CaptureError, KernelsUnavailableError, UnsupportedModelError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.cache import TierCache
@@ -32,6 +32,9 @@ WARMUPS = 1
 MAX_DIFFERENCE = 0.25
 """Relative difference of logits up to which a replay counts as the model's own step: rounding in 16
 bits makes 0.05 on random weights, one wrong page in 64 makes 0.8."""
+_CAPTURE_ERRORS = (
+    RuntimeError, TypeError, ValueError, UnsupportedModelError, KernelsUnavailableError,
+)  # fmt: skip
 MIN_ROOM = 4096
 """Tokens that can be replayed at least, also beyond what the model was trained for."""
 
@@ -176,7 +179,7 @@ class DecodeGraph:
             with self.lookups.uncounted():
                 transfer = self.lookups.manager.transfer
                 self._graph, self._logits = transfer.capture(self._run, WARMUPS)
-        except (RuntimeError, TypeError, ValueError, UnsupportedModelError) as error:
+        except _CAPTURE_ERRORS as error:
             reason = str(error).strip().split("\n")[0]
             if self._compiled is None:
                 self._failed = f"the model's step cannot be captured ({reason})"

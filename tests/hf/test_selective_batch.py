@@ -109,6 +109,7 @@ def test_what_a_batch_may_not_be(tmp_path: Path) -> None:
         for how, rows in (({}, 4), ({"num_return_sequences": 5, "do_sample": True}, 1)):
             with pytest.raises(ConfigError, match=r"max_batch is 3, and .* got a batch of [45]"):
                 wrapped.generate(ids[:rows], max_new_tokens=2, **how)
+        assert wrapped.stats()["prefill"]["tokens"] == 0, "it is refused before the prefill"
         with pytest.raises(UnsupportedModelError, match=r"hide padding, .* hides 20 tokens"):
             wrapped.generate(ids[:2], attention_mask=mask[:2], max_new_tokens=2)
         with pytest.raises(UnsupportedModelError, match="sequences of equal length"):

@@ -126,17 +126,17 @@ class FaultService:
             self._noted = True
             self._lock.notify_all()
 
-    def welcome(self, row: int, position: int) -> Frames | None:
-        """Take a guest frame in every layer for a sealed page of a sequence; None if too few.
+    def welcome(self, batch: int, position: int) -> Frames | None:
+        """Take guest frames, ``[layers * batch]``, for pages that are sealed; None if too few.
 
         The caller, between steps, fills them and tells the device of them.
         """
-        layers = len(self._state.addresses)
+        layers = np.arange(len(self._state.addresses))[:, None]
+        keys = layers * self._capacity + np.arange(batch) * self._most + position
         with self._lock:
-            if self.guests.free < layers:
+            if self.guests.free < keys.size:
                 return None
-            keys = np.arange(layers) * self._capacity + row * self._most + position
-            return self.guests.take(keys, self._state.steps)
+            return self.guests.take(keys.reshape(-1), self._state.steps)
 
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on. No step is running."""

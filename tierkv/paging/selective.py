@@ -228,7 +228,6 @@ class SelectiveState:
 
     def sealed_across(
         self,
-        sequence: int,
         position: int,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -237,24 +236,25 @@ class SelectiveState:
         *,
         away: bool,
     ) -> None:
-        """Take note of one sealed page of a sequence in every layer that selects, on a GPU.
+        """Take note of one sealed page of each sequence in every layer that selects, on a GPU.
 
-        k, v: ``[s, kv_heads, page_tokens, dim]``; frames: the layers' K and V by frame,
-        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s]`` in host memory; away:
+        k, v: ``[s, kv_heads, batch, page_tokens, dim]``; frames: the layers' K and V by frame,
+        ``[s, kv_heads, frames, page_tokens, dim]``; addresses: ``[s, batch]`` in host memory; away:
         whether they have no warm home.
         """
-        self.away += len(addresses) if away else 0
-        if self.spec.parts:
-            self.summaries[:, sequence, :, position] = self.spec.selector.summarize(k)
+        batch, spec = addresses.shape[1], self.spec
+        self.away += addresses.size if away else 0
+        if spec.parts:
+            self.summaries[:, :batch, :, position] = spec.selector.summarize(k).transpose(1, 2)
         hosts = torch.from_numpy(addresses).to(self.device)
-        self.by_sequence(self.addresses)[:, sequence, position] = hosts
-        first, sinks = self.spec.first_frame(sequence), self.spec.sink_pages
-        kept = [first + sinks + position % (self.spec.recent_pages + 1)]
-        if position < sinks:
-            kept.append(first + position)
+        self.by_sequence(self.addresses)[:, :batch, position] = hosts
+        kept = [spec.sink_pages + position % (spec.recent_pages + 1)]
+        if position < spec.sink_pages:
+            kept.append(position)
         for frame in kept:
-            frames[0][:, :, frame].copy_(k)
-            frames[1][:, :, frame].copy_(v)
+            own = slice(spec.first_frame(0) + frame, spec.first_frame(batch), spec.frames)
+            frames[0][:, :, own].copy_(k)
+            frames[1][:, :, own].copy_(v)
 
     def keep_recent(
         self, sequence: int, first: int, k: torch.Tensor, v: torch.Tensor, arena: Arena

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierkv.paging.directory import Blocks
 from tierkv.paging.outflow import Outflow
 from tierkv.paging.selective import TAIL_FRAME, SelectiveState
 from tierkv.paging.sequences import Sequences
@@ -92,17 +91,20 @@ class Writer:
             return none
         layers = range(state.spec.dense_layers, tiers.geometry.layers)
         position = sequences.lengths[layers.start] // tiers.geometry.page_tokens
+        tails, blocks = (
+            slice(TAIL_FRAME, TAIL_FRAME + sequences.batch),
+            sequences.blocks[:, position],
+        )
+        k, v = (frames[:, :, tails] for frames in tiers.hot.selecting)
+        pages = k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+        sent = self._outflow.send_across(layers, blocks, *pages)
+        if sent is None:
+            return none
         try:
-            for row, block in enumerate(sequences.blocks[:, position].tolist()):
-                k, v = (frames[:, :, TAIL_FRAME + row] for frames in tiers.hot.selecting)
-                pages = k.transpose(0, 1), v.transpose(0, 1)
-                sent = self._outflow.send_across(layers, block, *pages)
-                if sent is None:
-                    self._take_back(layers, sequences.blocks[:row, position])
-                    return none
-                self._show(state, row, position, k, v, sent)
+            self._show(state, position, k, v, sent)
         except BaseException:
-            self._take_back(layers, sequences.blocks[:, position])
+            for layer in layers:
+                self._outflow.take_back(layer, blocks)
             raise
         tiers.stats.pages_sealed += len(layers) * sequences.batch
         for layer in layers:
@@ -110,34 +112,28 @@ class Writer:
             sequences.lengths[layer] += 1
         return layers
 
-    def _take_back(self, layers: range, blocks: Blocks) -> None:
-        for layer in layers:
-            self._outflow.take_back(layer, blocks)
-
     def _show(
-        self,
-        state: SelectiveState,
-        row: int,
-        position: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sent: Frames,
+        self, state: SelectiveState, position: int, k: torch.Tensor, v: torch.Tensor, sent: Frames
     ) -> None:
-        """Show selective attention a page that was sent down from all layers that select.
+        """Show selective attention pages that were sent down from all layers that select.
 
-        k, v: ``[layers, kv_heads, page_tokens, dim]``; sent: ``[layers]`` warm frames.
+        k, v: ``[layers, kv_heads, batch, page_tokens, dim]``; sent: ``[layers, batch]`` frames.
         """
         tiers = self.tiers
         assert tiers.hot.selecting is not None
         away = bool((sent >= tiers.warm.outbound_start).any())
-        addresses = tiers.warm.addresses(sent)
+        addresses = tiers.warm.addresses(sent.reshape(-1))
         if away:
-            guests = state.faults.welcome(row, position) if state.faults is not None else None
+            faults, batch = state.faults, sent.shape[1]
+            guests = faults.welcome(batch, position) if faults is not None else None
             addresses[:] = 0
             if guests is not None:
-                tiers.transfer.write_down(k.transpose(0, 1), v.transpose(0, 1), guests)
+                pages = k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+                tiers.transfer.write_down(*pages, guests)
                 addresses = tiers.warm.addresses(guests)
-        state.sealed_across(row, position, k, v, tiers.hot.selecting, addresses, away=away)
+        state.sealed_across(
+            position, k, v, tiers.hot.selecting, addresses.reshape(sent.shape), away=away
+        )
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch

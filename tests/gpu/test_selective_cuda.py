@@ -182,16 +182,16 @@ def test_a_batch_says_what_its_sequences_say_alone(
     given |= {"max_context": 2048, "gpu_budget": "64MiB", "cuda_graph": cuda_graph}
     if kind == "cold":
         given["cpu_budget"] = "2MiB"
-    want = [greedy(hf_model, row[None], given, 40) for row in ids]
+    want = [greedy(hf_model, row[None], given, 20) for row in ids]
     with tierkv.wrap(hf_model, **given, max_batch=3) as wrapped:
         tier_cache = wrapped.cache()
         argument = {cache_argument(hf_model): tier_cache}
-        got = wrapped.generate(ids, max_new_tokens=40, do_sample=False, **argument)
+        got = wrapped.generate(ids, max_new_tokens=20, do_sample=False, **argument)
         assert got[:, 900:].tolist() == want
-        assert (tier_cache.graph.replays if tier_cache.graph else 0) == (40 if cuda_graph else 0)
+        assert (tier_cache.graph.replays if tier_cache.graph else 0) == (20 if cuda_graph else 0)
         faults = wrapped.stats()["selective"].get("faults")
         assert kind == "hot" or faults["pages_awaited"] > 0
         same = wrapped.generate(
-            ids[:1], max_new_tokens=40, do_sample=True, top_k=1, num_return_sequences=3
+            ids[:1], max_new_tokens=20, do_sample=True, top_k=1, num_return_sequences=3
         )
         assert same[:, 900:].tolist() == [want[0]] * 3

@@ -137,7 +137,7 @@ class Run:
         self.name, self.model, self.geometry, self.limits = name, model, geometry, limits
         self.arguments, self.report = arguments, report
         self.device = model.device
-        self.stored = 1 if arguments.shared else arguments.batch  # prompts
+        self.batch = workload.Batch(arguments.batch, arguments.shared)
         table = model.get_input_embeddings().weight
         weights = sum(weight.nbytes for weight in model.parameters())
         tied = table is model.get_output_embeddings().weight
@@ -153,13 +153,15 @@ class Run:
             "max_batch": a.batch,
         }  # fmt: skip
         spec = selective_settings(Config(**knobs), g, self.device, 0)
-        pages, selecting = self.pages(tokens), g.layers - spec.dense_layers
+        pages = self.batch.pages(g, tokens, ROOM_TOKENS)
+        selecting = g.layers - spec.dense_layers
         state_bytes = selecting * spec.state_bytes(g)
         dense = spec.dense_layers * pages * g.page_bytes
         cpu = (selecting * pages + 64) * g.frame_bytes
         system = "selective" if warm is None else "three tiers"
         if warm is not None:
-            below = selecting * self.stored * (tokens // g.page_tokens) * g.frame_bytes
+            prompt = selecting * (tokens // g.page_tokens) * g.frame_bytes
+            below = self.batch.prompts * prompt
             cpu = int(below * warm)
             knobs |= {"store": a.store, "disk_budget": below + (4 << 30), "disk_floor": 1 << 30}
         with api.wrap(
@@ -167,13 +169,14 @@ class Run:
         ) as wrapped:
             start = time.perf_counter()
             tier_cache = wrapped.cache()
-            self.fill(tier_cache, tokens)
+            self.batch.fill(tier_cache, g, tokens)
             memory.synchronize(self.device)
             filled = time.perf_counter() - start
             state = wrapped.manager.selective
+            kv = self.batch.kv_bytes(g, tokens)
             frames = selecting * a.batch * (1 + spec.frames) * g.page_bytes
             more = {
-                "hot_bytes": frames + spec.dense_layers * self.kv_bytes(tokens) // g.layers,
+                "hot_bytes": frames + spec.dense_layers * kv // g.layers,
                 "summary_bytes": state_bytes - frames, "fill_seconds": filled,
             }  # fmt: skip
             if a.eager_steps and warm is None:
@@ -219,15 +222,15 @@ class Run:
     def exact(self, tokens: int, name: str = "exact") -> None:
         """Decode with everything hot, captured."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        g, pages = self.geometry, self.pages(tokens)
+        g, pages = self.geometry, self.batch.pages(self.geometry, tokens, ROOM_TOKENS)
         with api.wrap(
             self.model,
             gpu_budget=pages * g.layers * g.page_bytes + STAGING_BYTES,
             cpu_budget="1GiB",
         ) as wrapped:
             tier_cache = wrapped.cache()
-            self.fill(tier_cache, tokens)
-            more = {"hot_bytes": self.kv_bytes(tokens), "summary_bytes": 0}
+            self.batch.fill(tier_cache, g, tokens)
+            more = {"hot_bytes": self.batch.kv_bytes(g, tokens), "summary_bytes": 0}
             ways = ("captured", "compiled") if self.arguments.compile else ("captured",)
             for way in ways:
                 graph = DecodeGraph(
@@ -241,28 +244,13 @@ class Run:
     def stock(self, tokens: int) -> None:
         """Decode with transformers' own cache, all on the GPU."""
         stock_cache = shapes.stock_cache(self.model)
-        batch = self.arguments.batch
+        batch = self.batch.sequences
         workload.fill_stock(stock_cache, self.geometry, tokens, self.device, batch)
         more = {"hot_bytes": batch * tokens * self.geometry.token_bytes, "summary_bytes": 0}
         call = self.stepped(stock_cache)
         self.decode("transformers", tokens, "random", call, 8, None, more)
         del stock_cache, call
         memory.give_back()
-
-    def pages(self, tokens: int) -> int:
-        """Return the pages of a layer that all sequences may come to, prompt and growth."""
-        room = self.arguments.batch * (ROOM_TOKENS // self.geometry.page_tokens + 3)
-        return self.stored * (tokens // self.geometry.page_tokens) + room
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Return the bytes of all prompts as they are stored."""
-        return self.stored * tokens * self.geometry.token_bytes
-
-    def fill(self, tier_cache: Any, tokens: int) -> None:
-        """Give every sequence its prompt."""
-        workload.fill_tiers(tier_cache, self.geometry, tokens, batch=self.stored)
-        if self.arguments.shared:
-            tier_cache.batch_repeat_interleave(self.arguments.batch)
 
     def stepped(self, model_cache: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the model's own step over a cache."""
@@ -333,7 +321,7 @@ class Run:
             "ms_mean": 1e3 * statistics.fmean(seconds), "ms_p50": 1e3 * statistics.median(seconds),
             "ms_p99": 1e3 * sorted(seconds)[int(0.99 * len(seconds))], "steps": steps,
             **shares, "bounds_ms": {name: 1e3 * bound for name, bound in bounds.items()},
-            "kv_bytes": self.kv_bytes(tokens), "floors_ms": self.floors(tokens),
+            "kv_bytes": self.batch.kv_bytes(g, tokens), "floors_ms": self.floors(tokens),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(self.device), **more,
         }  # fmt: skip
         self.report["rows"].append(row)

@@ -99,6 +99,39 @@ def append(cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
     cache.attended(layer)
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences that decode together.
+
+    Attributes:
+        sequences: how many.
+        shared: they are samples of one prompt, whose pages are there once.
+    """
+
+    sequences: int = 1
+    shared: bool = False
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that are stored."""
+        return 1 if self.shared else self.sequences
+
+    def kv_bytes(self, geometry: Geometry, tokens: int) -> int:
+        """Bytes of the prompts, of `tokens` each."""
+        return self.prompts * tokens * geometry.token_bytes
+
+    def pages(self, geometry: Geometry, tokens: int, room_tokens: int) -> int:
+        """Pages of a layer at most: prompts of `tokens`, and what every sequence may add."""
+        room = room_tokens // geometry.page_tokens + 3  # the tail, the page it began in, and one
+        return self.prompts * (tokens // geometry.page_tokens) + self.sequences * room
+
+    def fill(self, cache: Any, geometry: Geometry, tokens: int) -> None:
+        """Give every sequence its prompt in an empty tier cache."""
+        fill_tiers(cache, geometry, tokens, batch=self.prompts)
+        if self.shared:
+            cache.batch_repeat_interleave(self.sequences)
+
+
 def fill_stock(
     cache: Any, geometry: Geometry, tokens: int, device: torch.device, batch: int = 1
 ) -> None:

@@ -7,6 +7,7 @@ on disk and move in one call.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tierkv.page import SECTOR
 from tierkv.tiers.direct_io import (
     MAX_TRANSFER_BYTES,
     MAX_VECTORS,
@@ -26,10 +28,14 @@ from tierkv.tiers.direct_io import (
 from tierkv.tiers.faults import Fault
 from tierkv.tiers.frame_views import FrameViews
 from tierkv.tiers.frames import Frames
+from tierkv.tiers.read_queue import MAX_DEPTH, ReadQueue, Reads
 from tierkv.tiers.slots import SlotMap
 
 FILE_BYTES = 4 << 30
 """Bytes one extent file may grow to. Part of the on-disk format."""
+
+DEPTH_BYTES = 2 << 20
+"""Bytes that one batch has under way at once; more made reads slower, not faster."""
 
 Place = TypeVar("Place", int, Frames)
 
@@ -59,6 +65,7 @@ class Extents:
         self._run_frames = max(1, min(MAX_VECTORS, MAX_TRANSFER_BYTES // frame_bytes))
         self._fds: dict[int, int] = {}  # file index -> descriptor
         self._num_slots: dict[int, int] = {}  # file index -> slots allocated
+        self._queues: list[ReadQueue] = []  # idle ones; appending and popping are atomic
         for path in directory.glob(f"{frame_bytes}-*.kv"):
             if match := _FILE_NAME.fullmatch(path.name):
                 self._open_file(int(match[2]))
@@ -77,18 +84,20 @@ class Extents:
         return inside and self.slots.claim(self.position(file_index, slot))
 
     def read(self, positions: Frames, views: FrameViews, frames: Frames) -> dict[int, Fault]:
-        """Fill frames of `views` from positions; both ``[n]``.
+        """Fill frames of `views` from positions; both ``[n]``. All at once, if the disk can.
 
         Returns the faults, by index into them: one bad frame does not spoil its neighbours.
         """
         faults: dict[int, Fault] = {}
-        for run in map(np.array, self._runs(positions.tolist())):
-            fault = self._read_run(int(positions[run[0]]), views.pieces(frames[run]))
+        runs = [np.array(run) for run in self._runs(positions.tolist())]
+        for run, done in zip(runs, self._read_runs(runs, positions, views, frames), strict=True):
+            fault = self._fault(int(positions[run[0]]), done, len(run))
             if fault and len(run) == 1:
                 faults[int(run[0])] = fault
             elif fault:
                 for i in run.tolist():
-                    if alone := self._read_run(int(positions[i]), [views.view(int(frames[i]))]):
+                    done = self._read_run(int(positions[i]), [views.view(int(frames[i]))])
+                    if alone := self._fault(int(positions[i]), done, 1):
                         faults[i] = alone
         return faults
 
@@ -151,6 +160,8 @@ class Extents:
 
     def close(self) -> None:
         """Close the files. Further calls do nothing."""
+        while self._queues:
+            self._queues.pop().close()
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -184,13 +195,50 @@ class Extents:
         if run:
             yield run
 
-    def _read_run(self, position: int, views: Sequence[memoryview]) -> Fault | None:
+    def _read_runs(
+        self, runs: Sequence[Frames], positions: Frames, views: FrameViews, frames: Frames
+    ) -> list[int]:
+        """Return what each run's read came to, as `_read_run` does."""
+        places = [int(positions[run[0]]) for run in runs]
+        results = self._read_together(runs, places, views, frames) if len(runs) > 1 else None
+        if results is not None:
+            return results
+        return [
+            self._read_run(place, views.pieces(frames[run]))
+            for place, run in zip(places, runs, strict=True)
+        ]
+
+    def _read_together(
+        self, runs: Sequence[Frames], places: Sequence[int], views: FrameViews, frames: Frames
+    ) -> list[int] | None:
+        """Do the same with all reads at the disk at once; None if that is not possible."""
+        counts = np.array([len(run) for run in runs])
+        depth = min(DEPTH_BYTES // (self.frame_bytes * int(counts.max())), MAX_DEPTH)
+        addresses = views.addresses(frames[np.concatenate(runs)])
+        if not self._direct or depth < 2 or (addresses % SECTOR).any():
+            return None
+        fds, offsets = np.array([self._locate(place) for place in places]).T
+        vectors = np.stack([addresses, np.full_like(addresses, self.frame_bytes)], axis=1)
+        try:
+            queue = self._queues.pop() if self._queues else ReadQueue()
+            results = queue.read(Reads(fds, offsets, counts, vectors), depth)
+        except OSError:  # the kernel has no queue for us, or none of that length
+            return None
+        self._queues.append(queue)
+        return results.tolist()
+
+    def _read_run(self, position: int, views: Sequence[memoryview]) -> int:
+        """Return how many bytes were read, or minus the error number."""
         fd, offset = self._locate(position)
         try:
-            done = read_frames(fd, offset, views, direct=self._direct)
+            return read_frames(fd, offset, views, direct=self._direct)
         except OSError as error:
-            return Fault("io_errors", str(error))
-        expected = sum(view.nbytes for view in views)
-        if done != expected:
-            return Fault("truncated", f"{done} of {expected} bytes at offset {offset}")
-        return None
+            return -(error.errno or errno.EIO)
+
+    def _fault(self, position: int, done: int, frames: int) -> Fault | None:
+        expected, offset = frames * self.frame_bytes, self._locate(position)[1]
+        if done == expected:
+            return None
+        if done < 0:
+            return Fault("io_errors", str(OSError(-done, os.strerror(-done))))
+        return Fault("truncated", f"{done} of {expected} bytes at offset {offset}")

@@ -240,7 +240,7 @@ def test_pages_read_ahead_are_not_waited_for() -> None:
         device.choose(0, [1, 2], 9)
         box.foreseen[1, 0, :3] = torch.tensor([2, 5, 6])
     deadline = time.monotonic() + 10
-    while service.ahead < 2 and time.monotonic() < deadline:
+    while service.ahead.read < 2 and time.monotonic() < deadline:
         time.sleep(1e-3)
     with service.serving(manager.sequences):
         pass  # tells the device, while this step runs
@@ -357,10 +357,10 @@ def test_an_interrupted_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 def read_ahead(service: Any, manager: FakeManager, pages: list[int]) -> None:
     """Have pages of layer 0 read ahead by the caller, and wait until they have come."""
     service._sequences = manager.sequences
-    service._wanted.extend(pages)
+    service.ahead.want(np.array(pages))
     assert service._read_ahead()
     with service._lock:
-        assert service._lock.wait_for(lambda: not service._reading, 10)
+        assert service._lock.wait_for(lambda: not service.ahead.under_way, 10)
 
 
 def test_one_free_frame_takes_one_page_read_ahead() -> None:
@@ -370,7 +370,7 @@ def test_one_free_frame_takes_one_page_read_ahead() -> None:
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
     service.guests.take(np.arange(PAGES, PAGES + 16), 0)
     read_ahead(service, manager, [5, 7])
-    assert (service.ahead, service.ahead_failed) == (1, 0) and 7 in service.guests
+    assert (service.ahead.read, service.ahead.failed) == (1, 0) and 7 in service.guests
     service.close()
 
 
@@ -381,7 +381,7 @@ def test_pages_to_read_ahead_may_be_cut_off_meanwhile() -> None:
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
     manager.sequences.blocks = manager.sequences.blocks[:, :6]
     read_ahead(service, manager, [5, 7])
-    assert service.ahead == 1 and 5 in service.guests and 7 not in service.guests
+    assert service.ahead.read == 1 and 5 in service.guests and 7 not in service.guests
     service.close()
 
 

@@ -286,9 +286,11 @@ class FaultService:
         keys = question.layer * self._capacity + pages
         with self._lock:
             self._release_passing()  # what used those has been fetched
-            coming = np.isin(keys, list(self.ahead.under_way))
+            coming = np.array([key in self.ahead.under_way for key in keys.tolist()])
         here, came, left = np.full(len(keys), NOWHERE), 0, 0
         for part in np.flatnonzero(~coming), np.flatnonzero(coming):  # what is on its way is last
+            if not len(part):
+                continue
             here[part], part_came, part_left = self._bring_part(keys[part])
             came, left = came + part_came, left + part_left
         if left and not came:
@@ -309,7 +311,7 @@ class FaultService:
             while not self._lock.wait_for(lambda: self.ahead.under_way.isdisjoint(asked), BEAT):
                 self.mailbox.beat()
             here = self.guests.find(keys)
-            over = np.isin(keys, np.concatenate(self._passed or [NO_KEYS]))
+            over = np.isin(keys, np.concatenate([NO_KEYS, *self._passed]))
             new = np.flatnonzero((here == NOWHERE) & ~over)
             kept = self.guests.take(keys[new], self._state.steps)
             with self._manager.tiers.changed:
@@ -317,7 +319,8 @@ class FaultService:
                 passing = inbound.take(min(len(new) - len(kept), inbound.free))
             self._passing = np.concatenate([self._passing, passing])
             coming = new[: len(kept) + len(passing)]
-            self._passed.append(keys[coming[len(kept) :]])
+            if len(passing):
+                self._passed.append(keys[coming[len(kept) :]])
         here[coming] = np.concatenate([kept, passing])
         try:
             if len(coming):  # or all were read ahead, and the device does not know yet

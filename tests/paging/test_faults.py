@@ -363,6 +363,36 @@ def read_ahead(service: Any, manager: FakeManager, pages: list[int]) -> None:
         assert service._lock.wait_for(lambda: not service.ahead.under_way, 10)
 
 
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_question_reads_while_a_page_of_it_is_read_ahead(readable: bool) -> None:
+    """It waited for reads ahead first. What those fail to read it reads by itself."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, asked, read = FakeDevice(manager, box), threading.Event(), manager.read
+    together: list[bool] = []
+
+    def slow(keys: Any, frames: Any, settled: bool) -> None:
+        pages = [block for block, _ in keys]
+        if 1 in pages:
+            asked.set()
+        elif not together:
+            together.append(asked.wait(10))
+            if not readable:
+                raise ColdReadError("not this time")
+        read(keys, frames, settled)
+
+    manager.transfer._read = slow
+    service._sequences = manager.sequences
+    service.ahead.want(np.array([5]))
+    assert service._read_ahead()
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 5], 9)
+    assert together == [True] and not device.failed
+    assert (service.ahead.failed, service.awaited) == ((0, 1) if readable else (1, 2))
+    service.close()
+
+
 def test_one_free_frame_takes_one_page_read_ahead() -> None:
     """With fewer than 32 guest frames the last one was asked for two pages: that read failed."""
     manager = FakeManager(4, 17)

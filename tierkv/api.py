@@ -265,6 +265,8 @@ class TieredModel:
             raise
         if self.config.prefix_cache and (setting(self.hf_model, kwargs, "num_beams") or 1) == 1:
             reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
+        if not given and isinstance(output, torch.Tensor):
+            tier_cache.close()  # nobody else has it, and a collector may be late
         return output if layout is None else layout.restored(output)
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:

@@ -96,17 +96,32 @@ class Reader:
         begun = (sealed, tail_tokens, self.manager.stats.pages_sealed)
         if begun == self._begun:
             return
+        self._set_sealed(sealed)
+        self._begun = begun
+        self.start(torch.tensor([tail_tokens], dtype=torch.int32))
+        self.state.steps += 1
+        self.manager.transfer.settle()
+
+    def expect(self, sealed: int) -> None:
+        """Set on the device what differs from step to step before `start` is replayed, once."""
+        self._set_sealed(sealed)
+        self._begun = (-1, -1, -1)
+        self.state.steps += 1
+
+    def start(self, tail_tokens: torch.Tensor) -> None:
+        """Begin a step on the device. tail_tokens: ``[1]`` int32, of a tail with the new token."""
+        self.tail_tokens.copy_(tail_tokens, non_blocking=True)
+        if not self.state.spec.budget_pages:
+            kept_tokens = self.state.spec.kept_pages * self.manager.geometry.page_tokens
+            self.plan.tokens.copy_(self.tail_tokens + kept_tokens)
+        self.state.step.add_(1)
+
+    def _set_sealed(self, sealed: int) -> None:
         if sealed != self._sealed:
             kept = torch.from_numpy(self.state.spec.kept_frames(sealed))
             self.plan.table[:, : len(kept)] = kept.to(self.query.device)
             self.sealed.fill_(sealed)
-        self._sealed, self._begun = sealed, begun
-        self.tail_tokens.fill_(tail_tokens)
-        if not self.state.spec.budget_pages:
-            kept_tokens = self.state.spec.kept_pages * self.manager.geometry.page_tokens
-            self.plan.tokens.fill_(kept_tokens + tail_tokens)
-        self.state.next_step()
-        self.manager.transfer.settle()
+            self._sealed = sealed
 
     def attend(
         self,

@@ -112,6 +112,7 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
     """
+    manager.transfer.wait_replay()  # what follows gives warm homes away, and reads into others
     if homed := manager.hot.homed:
         below = blocks[(manager.directory.hot[blocks][:, homed] == NOWHERE).any(axis=1)]
         room = min(manager.hot.homes_free(layer) for layer in homed)

@@ -135,11 +135,6 @@ class SelectiveState:
         """Return a tiered layer's position among those that select."""
         return layer - self.spec.dense_layers
 
-    def next_step(self) -> None:
-        """Count a step."""
-        self.step.add_(1)
-        self.steps += 1
-
     def report(self) -> dict[str, Any]:
         """Return how many head-pages were chosen and where they came from.
 

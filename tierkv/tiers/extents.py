@@ -91,14 +91,14 @@ class Extents:
         faults: dict[int, Fault] = {}
         runs = [np.array(run) for run in self._runs(positions.tolist())]
         for run, done in zip(runs, self._read_runs(runs, positions, views, frames), strict=True):
-            fault = self._fault(int(positions[run[0]]), done, len(run))
-            if fault and len(run) == 1:
-                faults[int(run[0])] = fault
-            elif fault:
-                for i in run.tolist():
-                    done = self._read_run(int(positions[i]), [views.view(int(frames[i]))])
-                    if alone := self._fault(int(positions[i]), done, 1):
-                        faults[i] = alone
+            if done == len(run) * self.frame_bytes:
+                continue
+            for i in run.tolist():
+                place = int(positions[i])
+                if len(run) > 1:
+                    done = self._read_run(place, [views.view(int(frames[i]))])
+                if done != self.frame_bytes:
+                    faults[i] = self._fault(place, done)
         return faults
 
     def write(
@@ -235,10 +235,9 @@ class Extents:
         except OSError as error:
             return -(error.errno or errno.EIO)
 
-    def _fault(self, position: int, done: int, frames: int) -> Fault | None:
-        expected, offset = frames * self.frame_bytes, self._locate(position)[1]
-        if done == expected:
-            return None
+    def _fault(self, position: int, done: int) -> Fault:
+        """Say why one frame was not read, from what its read came to."""
         if done < 0:
             return Fault("io_errors", str(OSError(-done, os.strerror(-done))))
-        return Fault("truncated", f"{done} of {expected} bytes at offset {offset}")
+        offset = self._locate(position)[1]
+        return Fault("truncated", f"{done} of {self.frame_bytes} bytes at offset {offset}")

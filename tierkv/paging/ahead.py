@@ -15,9 +15,10 @@ from tierkv.paging.sequences import Sequences
 if TYPE_CHECKING:
     from tierkv.paging.manager import PageManager
 
-AHEAD_PAGES = 8
-"""Pages that are read together. A question that comes meanwhile has to share the disk with as many:
-half a millisecond, for a disk that answers eight in as long as it takes for three."""
+AHEAD_PAGES = 32
+"""Pages that are read together at most. Few at once cost the host more each, and the thousands that
+were nearly chosen when decoding began then take longer to come: with 8, the first 64 steps waited
+for twice as long (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
 MOST_WANTED = 4096
 """Pages that wait for their turn; those reported last come first."""
 ROOM_SHARE = 16

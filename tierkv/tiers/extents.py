@@ -214,18 +214,26 @@ class Extents:
         """Do the same with all reads at the disk at once; None if that is not possible."""
         counts = np.array([len(run) for run in runs])
         depth = min(DEPTH_BYTES // (self.frame_bytes * int(counts.max())), MAX_DEPTH)
+        if not self._direct or depth < 2:
+            return None
         addresses = views.addresses(frames[np.concatenate(runs)])
-        if not self._direct or depth < 2 or (addresses % SECTOR).any():
+        if (addresses % SECTOR).any():
             return None
         fds, offsets = np.array([self._locate(place) for place in places]).T
         vectors = np.stack([addresses, np.full_like(addresses, self.frame_bytes)], axis=1)
         try:
-            queue = self._queues.pop() if self._queues else ReadQueue()
+            queue = self._take_queue()
             results = queue.read(Reads(fds, offsets, counts, vectors), depth)
         except OSError:  # the kernel has no queue for us, or none of that length
             return None
         self._queues.append(queue)
         return results.tolist()
+
+    def _take_queue(self) -> ReadQueue:
+        try:
+            return self._queues.pop()
+        except IndexError:  # all are in use
+            return ReadQueue()
 
     def _read_run(self, position: int, views: Sequence[memoryview]) -> int:
         """Return how many bytes were read, or minus the error number."""

@@ -404,6 +404,19 @@ def test_one_free_frame_takes_one_page_read_ahead() -> None:
     service.close()
 
 
+def test_pages_read_ahead_leave_before_those_chosen_lately() -> None:
+    """They counted as chosen when they came, and took the place of pages that had been."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    manager.selective.steps = 1000
+    read_ahead(service, manager, [5, 6])
+    service.guests.take(np.array([7]), 900)
+    box.last_chosen[0, 6] = 901  # chosen after all
+    assert service.guests.oldest(3, service._last_chosen, set()).tolist() == [5, 7, 6]
+    service.close()
+
+
 def test_pages_to_read_ahead_may_be_cut_off_meanwhile() -> None:
     """A crop shortens the block table before it says so: the thread died of an IndexError."""
     manager = FakeManager(4, 8)

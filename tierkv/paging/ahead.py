@@ -21,6 +21,9 @@ were nearly chosen when decoding began then take longer to come: with 8, the fir
 for twice as long (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
 MOST_WANTED = 4096
 """Pages that wait for their turn; those reported last come first."""
+AHEAD_AGE = 256
+"""Steps ago that a page read ahead counts as chosen: in a recording of 1,024 steps it was as likely
+to be chosen in the next 16 (1 to 2%) as one that had been chosen 256 to 512 steps before."""
 ROOM_SHARE = 16
 """One of so many guest frames is free when a step begins; half of those are left to questions."""
 
@@ -76,7 +79,7 @@ class ReadAhead:
         keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
         if not len(keys):
             return True
-        frames = guests.take(keys, step)
+        frames = guests.take(keys, step - AHEAD_AGE)
         named = zip(blocks.tolist(), layers.tolist(), strict=True)
         names = [manager.tiers.key(block, layer) for block, layer in named]
         (read,) = manager.transfer.read_cold(names, frames, settled=True, share=len(names))

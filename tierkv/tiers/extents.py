@@ -219,11 +219,12 @@ class Extents:
         addresses = views.addresses(frames[np.concatenate(runs)])
         if (addresses % SECTOR).any():
             return None
-        fds, offsets = np.array([self._locate(place) for place in places]).T
+        files, slots = np.divmod(np.array(places), self.slots_per_file)
+        fds = np.array([self._fds[file] for file in files.tolist()])
         vectors = np.stack([addresses, np.full_like(addresses, self.frame_bytes)], axis=1)
         try:
             queue = self._take_queue()
-            results = queue.read(Reads(fds, offsets, counts, vectors), depth)
+            results = queue.read(Reads(fds, slots * self.frame_bytes, counts, vectors), depth)
         except OSError:  # the kernel has no queue for us, or none of that length
             return None
         self._queues.append(queue)

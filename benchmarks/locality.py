@@ -35,8 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", default="prose", help="prose, manual, code or a file")
-    parser.add_argument("--tokens", type=int, default=7168, help="at most")
-    parser.add_argument("--steps", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=7296, help="at most")
+    parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--token-budget", type=int, default=1024)
     parser.add_argument("--dense-layers", type=int, default=2)
@@ -59,7 +59,8 @@ def main() -> None:
         f"of {a.page_tokens}, layers {a.dense_layers} to {len(layers) - 1}"
     )
     whole, guesses, near = (torch.stack(x, dim=1) for x in (chosen, guessed, nearly))
-    Recording(whole.numpy(), guesses.numpy(), near.numpy(), source).save(a.out)
+    old = int(regime.candidates(layers[-1].trace)[0].nonzero().max()) + 1
+    Recording(whole.numpy(), guesses.numpy(), near.numpy(), old, source).save(a.out)
     report: dict[str, Any] = {"source": source, "shape": list(whole.shape),
                               "file_bytes": a.out.stat().st_size}  # fmt: skip
     for times in (1, 2, 4):
@@ -69,6 +70,10 @@ def main() -> None:
     first = (whole.cumsum(0) == 1) & whole
     first[0] = False
     report["first_chosen_after_nearly"] = float((first & (near.cumsum(0) > 0)).sum() / first.sum())
+    heads = whole.shape[1] * whole.shape[2]
+    report["first_chosen_per_step_by_64"] = [
+        float(part[:, :, :, :old].sum() / heads / len(part)) for part in first.split(64)
+    ]
     report["same_as_step_before"] = float(overlap(whole[:-1], whole[1:]).mean())
     report["guess_right"] = float(overlap(guesses[:, 1:], whole[:, 1:]).mean())
     report["pages"] = int(np.count_nonzero(whole.any(0).any(0).any(0)))

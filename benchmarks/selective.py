@@ -19,14 +19,15 @@ there once.
 With `--warm SHARE --store DIR` there are replayed rows only, first with three tiers: pinned memory
 for that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row
 then replays pages of its own, none of which was chosen before its warm-ups; take 64 of those
-(`--warmups`) and at most 64 steps, the recording's length. A line below says what is read from disk
-per token, ahead of need and waited for, and what share of the throughput without disk is left.
+(`--warmups`) and at most 192 steps, what is left of the recording. Ever fewer pages are chosen for
+the first time and read from disk, so the lines below give every 64 steps apart: what is read per
+token, and what share of the throughput without disk is left.
 
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
         --exact 128K --compile
     python benchmarks/selective.py --shape llama-3.1-8b:128K --batch 8 --shared --compile
     python benchmarks/selective.py --shape qwen2.5-7b-1m:1M --compile --eager-steps 0 \
-        --warm 1/2 --store DIR --warmups 64 --steps 64
+        --warm 1/2 --store DIR --warmups 64 --steps 192
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tierkv import api
 from tierkv.bench import ceiling, memory, workload
 from tierkv.bench.locality import Player, Recording, ReplayReader, replay
 from tierkv.cli_bench import contexts
+from tierkv.codecs import CODECS, encoded_bytes
 from tierkv.config import Config
 from tierkv.hf import shapes
 from tierkv.hf.geometry import model_geometry
@@ -55,13 +57,14 @@ from tierkv.kernels.build import available
 from tierkv.page import Geometry
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.selection.settings import selective_settings
+from tierkv.tiers.frame_format import FrameFormat
 from tierkv.units import format_bytes
 
 STAGING_BYTES = 320 << 20
 """More than staging buffers take at most."""
 RECORDED = Path(__file__).parent / "data" / "locality.npz"
-ROOM_TOKENS = 4096
-"""Tokens that the context may still grow by."""
+ROOM_TOKENS, WINDOW = 4096, 64
+"""Tokens that the context may still grow by, and steps whose mean is given apart."""
 
 
 def main() -> None:
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--warmups", type=int, default=8, help="steps before those timed")
     parser.add_argument("--warm", metavar="SHARE", help="also three tiers; such as 1/2")
     parser.add_argument("--store", metavar="DIR", help="where the third tier lies")
+    parser.add_argument("--codec", default="raw", help="of pages in pinned memory and on disk")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     if bool(arguments.warm) != bool(arguments.store):
@@ -149,19 +153,19 @@ class Run:
         g, a = self.geometry, self.arguments
         knobs: dict[str, Any] = {
             "attention": "selective", "token_budget": a.token_budget, "selector": a.selector,
-            "dense_layers": a.dense_layers, "max_context": tokens + ROOM_TOKENS,
+            "dense_layers": a.dense_layers, "max_context": tokens + ROOM_TOKENS, "codec": a.codec,
             "max_batch": a.batch,
         }  # fmt: skip
+        frame = FrameFormat(g, CODECS[a.codec], on_disk=warm is not None).frame_bytes
         spec = selective_settings(Config(**knobs), g, self.device, 0)
         pages = self.batch.pages(g, tokens, ROOM_TOKENS)
         selecting = g.layers - spec.dense_layers
         state_bytes = selecting * spec.state_bytes(g)
         dense = spec.dense_layers * pages * g.page_bytes
-        cpu = (selecting * pages + 64) * g.frame_bytes
+        cpu = (selecting * pages + 64) * frame
         system = "selective" if warm is None else "three tiers"
         if warm is not None:
-            prompt = selecting * (tokens // g.page_tokens) * g.frame_bytes
-            below = self.batch.prompts * prompt
+            below = selecting * self.batch.prompts * (tokens // g.page_tokens) * frame
             cpu = int(below * warm)
             knobs |= {"store": a.store, "disk_budget": below + (4 << 30), "disk_floor": 1 << 30}
         with api.wrap(
@@ -283,10 +287,11 @@ class Run:
         ).to(self.device)
         seconds: list[float] = []
         before = after = (0,) * 8
-        disk_before: dict[str, float] = {}
+        disk: list[dict[str, float]] = []  # before each window
         for index, token in enumerate(feed):
-            if index == warmups:
-                before, disk_before = _counts(state), _disk(state)
+            before = _counts(state) if index == warmups else before
+            if index in range(warmups, steps + warmups, WINDOW):
+                disk.append(_disk(state))
             if player is not None:
                 player.advance()
             start = time.perf_counter()
@@ -305,12 +310,17 @@ class Run:
             )
             late += awaited
             shares["ready"] = hits / max(hits + late, 1)
-            more = more | {key: (value - disk_before.get(key, 0)) / steps
-                           for key, value in _disk(state).items()}  # fmt: skip
+            disk.append(_disk(state))
+            parts = [seconds[at : at + WINDOW] for at in range(0, steps, WINDOW)]
+            more = more | _per_step(disk[0], disk[-1], steps) | {"windows": [
+                {"ms_mean": 1e3 * statistics.fmean(part), "ms_p50": 1e3 * statistics.median(part)}
+                | _per_step(disk[at], disk[at + 1], len(part)) for at, part in enumerate(parts)
+            ]}  # fmt: skip
             if early:
                 shares |= {"recall": used / (hits + late), "early": early / (early + late)}
             head_page, misses = g.page_bytes // g.kv_heads, early + late
-            more = more | {"link_bytes_per_token": misses / steps * head_page}
+            encoded = encoded_bytes(CODECS[self.arguments.codec], g) // g.kv_heads
+            more = more | {"link_bytes_per_token": misses / steps * encoded}
             bounds["link"] = more["link_bytes_per_token"] / self.limits.host_to_device
             dense = self.arguments.dense_layers
             chosen = (hits + late) / steps * head_page
@@ -340,23 +350,20 @@ class Run:
     def compare(self, row: dict[str, Any]) -> None:
         """Print what a row reads from disk, or how the same row with three tiers compares."""
         if "questions" in row:
-            read = (row["pages_ahead"] + row["pages_awaited"]) * self.geometry.frame_bytes
-            print(f"{'':>24} mean {row['ms_mean']:.2f} ms; disk: {format_bytes(int(read))} a "
-                  f"token, {row['pages_ahead']:.1f} pages ahead, {row['pages_awaited']:.1f} "
-                  f"awaited in {row['questions']:.1f} questions and "
-                  f"{1e3 * row['seconds_awaited']:.2f} ms; filled in {row['fill_seconds']:.0f} s",
-                  flush=True)  # fmt: skip
+            for part in row["windows"]:
+                read = part["pages_ahead"] + part["pages_awaited"]
+                print(f"{'':>24} mean {part['ms_mean']:.2f} ms; disk: {read:.1f} pages a token, "
+                      f"{part['pages_awaited']:.1f} awaited in {part['questions']:.1f} questions "
+                      f"and {1e3 * part['seconds_awaited']:.2f} ms", flush=True)  # fmt: skip
             return
-        name = row["system"].replace("selective", "three tiers")
-        other = next(
-            other for other in self.report["rows"]
-            if other["system"] == name and other["tokens"] == row["tokens"]
-            and other["shape"] == row["shape"]
-        )  # fmt: skip
-        other["of_two_tiers"] = {key: row[key] / other[key] for key in ("ms_mean", "ms_p50")}
-        print(f"{'':>24} mean {row['ms_mean']:.2f} ms; three tiers have "
-              f"{other['of_two_tiers']['ms_mean']:.1%} of this throughput, by medians "
-              f"{other['of_two_tiers']['ms_p50']:.1%}", flush=True)  # fmt: skip
+        rows = {(o["system"], o["tokens"], o["shape"]): o for o in self.report["rows"]}
+        other = rows[row["system"].replace("selective", "three tiers"), row["tokens"], row["shape"]]
+        for mine, three in zip([row, *row["windows"]], [other, *other["windows"]], strict=True):
+            three["of_two_tiers"] = {key: mine[key] / three[key] for key in ("ms_mean", "ms_p50")}
+        whole, *parts = (part["of_two_tiers"] for part in [other, *other["windows"]])
+        shares = ", ".join(f"{part['ms_mean']:.1%}" for part in parts)
+        print(f"{'':>24} mean {row['ms_mean']:.2f} ms; three tiers have {whole['ms_mean']:.1%} of "
+              f"it ({shares}), by medians {whole['ms_p50']:.1%}", flush=True)  # fmt: skip
 
     def floors(self, tokens: int) -> dict[str, float]:
         """Return the time of reading weights and all KV from GPU memory, by the KV's dtype.
@@ -381,6 +388,10 @@ def _disk(state: SelectiveState | None) -> dict[str, float]:
     report = state.faults.report() if state is not None and state.faults is not None else {}
     names = ("questions", "pages_awaited", "seconds_awaited", "pages_ahead", "pages_left")
     return {name: report[name] for name in names if report}
+
+
+def _per_step(before: dict[str, float], after: dict[str, float], steps: int) -> dict[str, float]:
+    return {key: (value - before.get(key, 0)) / steps for key, value in after.items()}
 
 
 if __name__ == "__main__":

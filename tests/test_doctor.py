@@ -92,6 +92,17 @@ def test_direct_io_that_does_not_work_is_a_warning(
     assert row.detail.startswith(f"no, in {tmp_path};"), "the scratch directory is not named"
 
 
+def test_no_queue_for_reads_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(doctor, "probe_direct_io", lambda place: Probe(True, "probed"))
+    monkeypatch.setattr(doctor, "ReadQueue", refused)
+    row = rows(store=str(tmp_path))["read_queue"]
+    assert row.status == "warn"
+    assert "not implemented; scattered pages are read one by one" in row.detail
+
+
 def test_gpu_without_a_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "_driver", lambda: "580.1")

@@ -22,6 +22,7 @@ import torch
 
 from tierkv.tiers.direct_io import probe_direct_io
 from tierkv.tiers.host_memory import cgroup_limit_bytes, memlock_text, room, total
+from tierkv.tiers.read_queue import ReadQueue
 from tierkv.units import format_bytes
 
 PYTHON = (3, 11)
@@ -180,9 +181,19 @@ def disk(directory: Path) -> Iterator[Row]:
         shutil.rmtree(scratch, ignore_errors=True)
     if probe.works:
         yield Row("o_direct", "ok", probe.reason)
+        yield _read_queue()
     else:
         reason = probe.reason.replace(scratch, str(place))
         yield Row("o_direct", "warn", f"{reason}; reads go through the page cache")
+
+
+def _read_queue() -> Row:
+    """Say whether scattered pages can be read together."""
+    try:
+        ReadQueue().close()
+    except OSError as error:
+        return Row("read_queue", "warn", f"{error}; scattered pages are read one by one")
+    return Row("read_queue", "ok", "scattered pages are read together")
 
 
 def _driver() -> str | None:

@@ -240,7 +240,7 @@ def test_pages_read_ahead_are_not_waited_for() -> None:
         device.choose(0, [1, 2], 9)
         box.foreseen[1, 0, :3] = torch.tensor([2, 5, 6])
     deadline = time.monotonic() + 10
-    while service.ahead < 2 and time.monotonic() < deadline:
+    while service.ahead.read < 2 and time.monotonic() < deadline:
         time.sleep(1e-3)
     with service.serving(manager.sequences):
         pass  # tells the device, while this step runs
@@ -357,10 +357,40 @@ def test_an_interrupted_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 def read_ahead(service: Any, manager: FakeManager, pages: list[int]) -> None:
     """Have pages of layer 0 read ahead by the caller, and wait until they have come."""
     service._sequences = manager.sequences
-    service._wanted.extend(pages)
+    service.ahead.want(np.array(pages))
     assert service._read_ahead()
     with service._lock:
-        assert service._lock.wait_for(lambda: not service._reading, 10)
+        assert service._lock.wait_for(lambda: not service.ahead.under_way, 10)
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_question_reads_while_a_page_of_it_is_read_ahead(readable: bool) -> None:
+    """It waited for reads ahead first. What those fail to read it reads by itself."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    device, asked, read = FakeDevice(manager, box), threading.Event(), manager.read
+    together: list[bool] = []
+
+    def slow(keys: Any, frames: Any, settled: bool) -> None:
+        pages = [block for block, _ in keys]
+        if 1 in pages:
+            asked.set()
+        elif not together:
+            together.append(asked.wait(10))
+            if not readable:
+                raise ColdReadError("not this time")
+        read(keys, frames, settled)
+
+    manager.transfer._read = slow
+    service._sequences = manager.sequences
+    service.ahead.want(np.array([5]))
+    assert service._read_ahead()
+    with service.serving(manager.sequences):
+        device.choose(0, [1, 5], 9)
+    assert together == [True] and not device.failed
+    assert (service.ahead.failed, service.awaited) == ((0, 1) if readable else (1, 2))
+    service.close()
 
 
 def test_one_free_frame_takes_one_page_read_ahead() -> None:
@@ -370,7 +400,20 @@ def test_one_free_frame_takes_one_page_read_ahead() -> None:
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
     service.guests.take(np.arange(PAGES, PAGES + 16), 0)
     read_ahead(service, manager, [5, 7])
-    assert (service.ahead, service.ahead_failed) == (1, 0) and 7 in service.guests
+    assert (service.ahead.read, service.ahead.failed) == (1, 0) and 7 in service.guests
+    service.close()
+
+
+def test_pages_read_ahead_leave_before_those_chosen_lately() -> None:
+    """They counted as chosen when they came, and took the place of pages that had been."""
+    manager = FakeManager(4, 8)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    manager.selective.steps = 1000
+    read_ahead(service, manager, [5, 6])
+    service.guests.take(np.array([7]), 900)
+    box.last_chosen[0, 6] = 901  # chosen after all
+    assert service.guests.oldest(3, service._last_chosen, set()).tolist() == [5, 7, 6]
     service.close()
 
 
@@ -381,7 +424,7 @@ def test_pages_to_read_ahead_may_be_cut_off_meanwhile() -> None:
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
     manager.sequences.blocks = manager.sequences.blocks[:, :6]
     read_ahead(service, manager, [5, 7])
-    assert service.ahead == 1 and 5 in service.guests and 7 not in service.guests
+    assert service.ahead.read == 1 and 5 in service.guests and 7 not in service.guests
     service.close()
 
 

@@ -37,6 +37,8 @@ def test_pieces_are_the_frames_in_order(counts: list[int], data: st.DataObject) 
     frames = data.draw(st.lists(st.integers(0, total - 1), min_size=1, unique=True))
     pieces = views.pieces(np.array(frames))
     assert b"".join(pieces) == b"".join(content[i * SIZE : (i + 1) * SIZE] for i in frames)
+    starts = [np.frombuffer(views.view(i), np.uint8).ctypes.data for i in frames]
+    assert views.addresses(np.array(frames)).tolist() == starts
     if frames == list(range(total)):
         assert len(pieces) == len(counts)
 

@@ -29,7 +29,7 @@ MAX_SPLITS = 64
 """Splits over the chosen pages at most."""
 MAX_ROUNDS = 8
 """Rounds in which a captured step may bring the missing pages of a layer at most."""
-NEARLY = 0.2
+NEARLY = 0.1
 """A page with this share of the mass of the least chosen page is nearly chosen, and read ahead. Of
 SmolLM2's pages chosen for the first time, 9 in 10 were nearly chosen before
 (`benchmarks/locality.py`)."""

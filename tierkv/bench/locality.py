@@ -35,12 +35,15 @@ class Recording:
             first recorded layer as chosen.
         nearly: the same of pages that were not chosen, but nearly
             (`tierkv.attention.selective_gpu.NEARLY`).
+        prompt_pages: pages that could be chosen from the first step on; those behind them were
+            sealed, or became older than what is always read, in the recording.
         source: model, text, selector and sizes, for people.
     """
 
     chosen: Chosen
     guessed: Chosen
     nearly: Chosen
+    prompt_pages: int
     source: str
 
     @property
@@ -57,7 +60,8 @@ class Recording:
         wrong = self.guessed ^ self.chosen
         np.savez_compressed(
             file, changes=np.packbits(changes, axis=-1), wrong=np.packbits(wrong, axis=-1),
-            nearly=np.packbits(nearly, axis=-1), pages=self.chosen.shape[-1], source=self.source,
+            nearly=np.packbits(nearly, axis=-1), pages=self.chosen.shape[-1],
+            prompt_pages=self.prompt_pages, source=self.source,
         )  # fmt: skip
 
     @classmethod
@@ -69,9 +73,9 @@ class Recording:
                 np.unpackbits(data[name], axis=-1, count=pages).astype(bool)
                 for name in ("changes", "wrong", "nearly")
             )
-            source = str(data["source"])
+            prompt_pages, source = int(data["prompt_pages"]), str(data["source"])
         chosen, nearly = (np.logical_xor.accumulate(part, axis=0) for part in (changes, nearly))
-        return cls(chosen, chosen ^ wrong, nearly, source)
+        return cls(chosen, chosen ^ wrong, nearly, prompt_pages, source)
 
 
 class Replay(NamedTuple):
@@ -103,8 +107,10 @@ def replay(
     """Return the recorded choices at other sizes.
 
     Layers are spread over the recorded ones, KV heads take turns with the recorded ones, and each
-    has its pages at random places of its own. Steps beyond the recording run it backwards and
-    forwards again, which overlaps from step to step as before.
+    has its pages at random places of its own; those that were sealed in the recording are the
+    first that can be chosen, so that they are in memory, as pages sealed while decoding are. Steps
+    beyond the recording run it backwards and forwards again, which overlaps from step to step as
+    before.
 
     Args:
         budget_pages: pages per KV head, a multiple of the recorded ones.
@@ -131,12 +137,15 @@ def replay(
         np.empty(shape, np.int64), np.empty(shape, np.int64),
         np.full((*shape[:3], most), first - 1, np.int64),
     )  # fmt: skip
+    old, young = recording.prompt_pages, pages - recording.prompt_pages
     there_and_back = np.r_[0:recorded, recorded - 2 : 0 : -1]
     order = np.resize(there_and_back, steps)
     for layer in range(layers):
         source = round(layer * (sources - 1) / max(layers - 1, 1))
         for head in range(kv_heads):
-            places = chance.permutation(stop - first)[: pages * times].reshape(pages, times) + first
+            later = first + chance.permutation(young * times)
+            prompt = first + young * times + chance.permutation(stop - first - young * times)
+            places = np.concatenate([prompt[: old * times], later]).reshape(pages, times)
             for made, taken in zip(result[:2], (recording.chosen, recording.guessed), strict=True):
                 which = np.nonzero(taken[:, source, (layer + head) % heads])[1]
                 groups = places[which.reshape(recorded, -1)]

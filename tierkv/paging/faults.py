@@ -14,9 +14,8 @@ import ctypes
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ import torch
 
 from tierkv.errors import PageFaultError, WarmBudgetError
 from tierkv.kernels.fault import Mailbox, Question
+from tierkv.paging.ahead import ROOM_SHARE, ReadAhead
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.guests import Guests, Keys, in_tables
 from tierkv.paging.sequences import Sequences
@@ -39,15 +39,11 @@ POLL, IDLE_POLL, BEAT = 20e-6, 500e-6, 0.5
 """Seconds between looks at the mailbox in a step, between steps, and beats in a long read."""
 TIMER_SLACK = 29
 """Of Linux's prctl: by how many nanoseconds the sleeps of a thread may be prolonged."""
-FAULT_THREADS, AHEAD_THREADS = 2, 2
-"""Threads that read for a question, and ahead. A disk that gave 0.65 GB/s of pages of 64 KiB to two
-threads gave no more to 16, only later (H200 machine)."""
-AHEAD_PAGES = 2
-"""Nearly chosen pages that one thread reads in a row; a question may have to wait for as many."""
-MOST_WANTED = 4096
-"""Nearly chosen pages that wait for their turn; the latest come first."""
-ROOM_SHARE, LEAVING_SHARE = 16, 8
-"""One of so many guest frames is free when a step begins; one of so many is made free at once."""
+FAULT_THREADS, LEAST_PAGES = 4, 32
+"""Threads that read for a question, and how many of its pages one reads at least. One keeps the
+disk busy, but checks what has come by itself."""
+LEAVING_SHARE = 8
+"""One of so many guest frames is made free at once."""
 NO_KEYS: Keys = np.zeros(0, dtype=np.int64)
 
 
@@ -57,7 +53,7 @@ class FaultService:
     Attributes:
         patience: see `PATIENCE`.
         questions, awaited, seconds: questions answered, pages they waited for, and for how long.
-        ahead, ahead_failed: nearly chosen pages that were read, and that could not be.
+        ahead: reads nearly chosen pages.
         left: guests that made room.
 
     Args:
@@ -72,7 +68,7 @@ class FaultService:
     def __init__(self, manager: PageManager, mailbox: Mailbox):
         assert manager.selective is not None
         self.mailbox = mailbox
-        self.questions = self.awaited = self.ahead = self.ahead_failed = self.left = 0
+        self.questions = self.awaited = self.left = 0
         self.seconds = 0.0
         self.guests = Guests(manager.warm.guests)
         self._manager, self._state = manager, manager.selective
@@ -87,9 +83,7 @@ class FaultService:
         self._sequences: Sequences | None = None
         self._serving = self._answering = self._noted = self._closed = False
         self._error: Exception | None = None
-        self._wanted: deque[int] = deque()
-        self._reading: dict[int, Future[None]] = {}
-        self._arrived: list[int] = []  # read ahead, not yet known to the device
+        self.ahead = ReadAhead(manager, self.guests, self._lock)
         self._passing: Frames = NO_KEYS  # inbound frames of the latest answer
         self._passed: list[Keys] = []  # pages of this step that went through inbound frames
 
@@ -143,18 +137,19 @@ class FaultService:
         with self._lock:
             self._noted = False
             self.mailbox.take_foreseen()
-            self._wanted.clear()
-            self._lock.wait_for(lambda: not self._reading)
+            self.ahead.forget()
+            self._lock.wait_for(lambda: not self.ahead.under_way)
             keys = self.guests.keys
-            self.guests.drop(keys[keys % self._capacity % self._most >= pages])
-            self._arrived = [key for key in self._arrived if key in self.guests]
+            gone = keys[keys % self._capacity % self._most >= pages]
+            self.guests.drop(gone)
+            self.ahead.forget(set(gone.tolist()))
 
     def report(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
         return {
             "questions": self.questions, "pages_awaited": self.awaited,
-            "seconds_awaited": self.seconds, "pages_ahead": self.ahead,
-            "pages_ahead_failed": self.ahead_failed, "pages_left": self.left,
+            "seconds_awaited": self.seconds, "pages_ahead": self.ahead.read,
+            "pages_ahead_failed": self.ahead.failed, "pages_left": self.left,
             "guests": len(self.guests.keys), "guest_frames": len(self.guests.frames),
         }  # fmt: skip
 
@@ -166,7 +161,7 @@ class FaultService:
         if self._thread is not None:
             self._thread.join()
         with self._lock:
-            self._lock.wait_for(lambda: not self._reading)
+            self._lock.wait_for(lambda: not self.ahead.under_way)
 
     # -- between steps, on the caller's thread -----------------------------------------------
 
@@ -182,7 +177,7 @@ class FaultService:
             if self.guests.free >= len(self.guests.frames) // ROOM_SHARE:
                 return
             most = len(self.guests.frames) // LEAVING_SHARE
-            stays = {*self._reading, *self._arrived}
+            stays = {*self.ahead.under_way, *self.ahead.arrived}
             leaving = self.guests.oldest(most, self._last_chosen, stays)
             self.guests.drop(leaving)
             self.left += len(leaving)
@@ -191,7 +186,7 @@ class FaultService:
     def _tell_arrived(self) -> None:
         """Tell the device of pages that were read ahead."""
         with self._lock:
-            arrived, self._arrived = np.array(self._arrived, dtype=np.int64), []
+            arrived = self.ahead.take_arrived()
             frames = self.guests.find(arrived)
         if len(arrived):
             self._tell(arrived, frames)
@@ -242,7 +237,7 @@ class FaultService:
         while True:
             with self._lock:
                 self._lock.wait_for(
-                    lambda: self._closed or self._serving or self._noted or self._wanted
+                    lambda: self._closed or self._serving or self._noted or self.ahead.waiting
                 )
                 if self._closed:
                     return
@@ -266,10 +261,7 @@ class FaultService:
             layers, pages = self.mailbox.take_foreseen()
             assert self._sequences is not None
             there = in_tables(self._sequences.blocks, pages, self._most)
-            keys = np.unique(layers[there] * self._capacity + pages[there]).tolist()
-            self._wanted.extend(key for key in keys if key not in self.guests)
-            while len(self._wanted) > MOST_WANTED:
-                self._wanted.popleft()
+            self.ahead.want(np.unique(layers[there] * self._capacity + pages[there]))
 
     def _answer(self, question: Question) -> None:
         start = time.perf_counter()
@@ -293,43 +285,59 @@ class FaultService:
         """
         pages, places = np.unique(question.pages, return_inverse=True)
         keys = question.layer * self._capacity + pages
+        with self._lock:
+            self._release_passing()  # what used those has been fetched
+            coming = np.array([key in self.ahead.under_way for key in keys.tolist()])
+        here, came, left = np.full(len(keys), NOWHERE), 0, 0
+        for part in np.flatnonzero(~coming), np.flatnonzero(coming):  # what is on its way is last
+            if not len(part):
+                continue
+            here[part], part_came, part_left = self._bring_part(keys[part])
+            came, left = came + part_came, left + part_left
+        if left and not came:
+            raise WarmBudgetError(f"{left} pages from disk find no room; raise cpu_budget")
+        self.awaited += came  # by this thread only
+        addresses = np.zeros_like(keys)
+        there = here != NOWHERE
+        addresses[there] = self._manager.warm.addresses(here[there])
+        return addresses[places], left
+
+    def _bring_part(self, keys: Keys) -> tuple[Frames, int, int]:
+        """Bring pages of one layer, after reads ahead that are under way for any of them.
+
+        Returns the frame of each, and how many were brought and how many are left.
+        """
         asked = keys.tolist()
         with self._lock:
-            while not self._lock.wait_for(lambda: self._reading.keys().isdisjoint(asked), BEAT):
+            while not self._lock.wait_for(lambda: self.ahead.under_way.isdisjoint(asked), BEAT):
                 self.mailbox.beat()
-            self._release_passing()  # what used those has been fetched
             here = self.guests.find(keys)
-            over = np.isin(keys, np.concatenate(self._passed or [NO_KEYS]))
+            over = np.isin(keys, np.concatenate([NO_KEYS, *self._passed]))
             new = np.flatnonzero((here == NOWHERE) & ~over)
             kept = self.guests.take(keys[new], self._state.steps)
             with self._manager.tiers.changed:
                 inbound = self._manager.warm.inbound
                 passing = inbound.take(min(len(new) - len(kept), inbound.free))
-            self._passing = passing
+            self._passing = np.concatenate([self._passing, passing])
             coming = new[: len(kept) + len(passing)]
-            self._passed.append(keys[coming[len(kept) :]])
-        if len(new) and not len(coming):
-            raise WarmBudgetError(f"{len(new)} pages from disk find no room; raise cpu_budget")
+            if len(passing):
+                self._passed.append(keys[coming[len(kept) :]])
         here[coming] = np.concatenate([kept, passing])
         try:
             if len(coming):  # or all were read ahead, and the device does not know yet
-                self._fill(question.layer, pages[coming], here[coming])
+                self._fill(keys[coming], here[coming])
         except BaseException:
             with self._lock:
                 self.guests.drop(keys[coming[: len(kept)]])
             raise
-        self.awaited += len(coming)  # by this thread only
-        addresses = np.zeros_like(keys)
-        there = here != NOWHERE
-        addresses[there] = self._manager.warm.addresses(here[there])
-        return addresses[places], len(new) - len(coming)
+        return here, len(coming), len(new) - len(coming)
 
-    def _fill(self, layer: int, positions: Keys, frames: Frames) -> None:
+    def _fill(self, keys: Keys, frames: Frames) -> None:
         """Read pages of one layer into frames; those on their way to disk are still in memory."""
         manager, sequences = self._manager, self._sequences
         assert sequences is not None and manager.cold is not None
-        blocks = sequences.blocks[np.divmod(positions, self._most)]
-        layer += self._state.spec.dense_layers
+        layer = int(keys[0]) // self._capacity + self._state.spec.dense_layers
+        blocks = sequences.blocks[np.divmod(keys % self._capacity, self._most)]
         with manager.tiers.changed:
             warm = manager.directory.warm[blocks, layer]
             for at in np.flatnonzero(warm != NOWHERE).tolist():
@@ -337,7 +345,7 @@ class FaultService:
                 manager.warm.payload(target)[:] = manager.warm.payload(source)
         absent = np.flatnonzero(warm == NOWHERE)
         names = [manager.tiers.key(block, layer) for block in blocks[absent].tolist()]
-        share = -(-len(names) // FAULT_THREADS)
+        share = max(-(-len(names) // FAULT_THREADS), LEAST_PAGES)
         reads = manager.transfer.read_cold(names, frames[absent], settled=True, share=share)
         while wait(reads, timeout=BEAT).not_done:
             self.mailbox.beat()
@@ -355,45 +363,7 @@ class FaultService:
             self._passing = NO_KEYS
 
     def _read_ahead(self) -> bool:
-        """Start reading a few nearly chosen pages, if few reads are under way; say if it did."""
-        manager, sequences = self._manager, self._sequences
-        assert sequences is not None and manager.cold is not None
+        """Start reading nearly chosen pages, if none are being read; say if it did."""
+        assert self._sequences is not None
         with self._lock:
-            if not self._wanted or len(set(self._reading.values())) >= AHEAD_THREADS:
-                return False
-            if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
-                self._wanted.clear()  # the next step begins with room again
-                return False
-            most, table = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # may be cut
-            wanted = [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
-            keys = np.unique([key for key in wanted if key not in self.guests]).astype(np.int64)
-            keys = keys[in_tables(table, keys % self._capacity, self._most)]
-            layers, positions = np.divmod(keys, self._capacity)
-            layers += self._state.spec.dense_layers
-            blocks = table[np.divmod(positions, self._most)]
-            cold = manager.directory.cold[blocks, layers]
-            keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
-            if not len(keys):
-                return True
-            frames = self.guests.take(keys, self._state.steps)
-            named = zip(blocks.tolist(), layers.tolist(), strict=True)
-            names = [manager.tiers.key(block, layer) for block, layer in named]
-            (read,) = manager.transfer.read_cold(names, frames, settled=True, share=len(names))
-            self._reading.update(dict.fromkeys(keys.tolist(), read))
-        read.add_done_callback(lambda done: self._has_read(keys, done))
-        return True
-
-    def _has_read(self, keys: Keys, read: Future[None]) -> None:
-        manager = self._manager
-        assert manager.cold is not None
-        with self._lock:
-            for key in keys.tolist():
-                del self._reading[key]
-            self._lock.notify_all()
-            if read.cancelled() or read.exception() is not None:  # who needs them asks again
-                self.guests.drop(keys)
-                self.ahead_failed += len(keys)
-                return
-            self._arrived.extend(keys.tolist())
-            self.ahead += len(keys)
-            manager.stats.cold_to_warm_bytes += len(keys) * manager.cold.frame_bytes
+            return self.ahead.start(self._sequences, self._state.steps)

@@ -83,7 +83,7 @@ class Guests:
             stays: pages that are left out.
         """
         slots = np.flatnonzero(self._keys != NOWHERE)
-        slots = slots[[key not in stays for key in self._keys[slots].tolist()]]
+        slots = slots[~np.isin(self._keys[slots], list(stays))]
         keys = self._keys[slots]
         when = np.maximum(last_chosen(keys), self._since[slots])
         return keys[np.argsort(when, kind="stable")[:count]]

@@ -7,6 +7,7 @@ on disk and move in one call.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tierkv.page import SECTOR
 from tierkv.tiers.direct_io import (
     MAX_TRANSFER_BYTES,
     MAX_VECTORS,
@@ -26,10 +28,14 @@ from tierkv.tiers.direct_io import (
 from tierkv.tiers.faults import Fault
 from tierkv.tiers.frame_views import FrameViews
 from tierkv.tiers.frames import Frames
+from tierkv.tiers.read_queue import MAX_DEPTH, ReadQueue, Reads
 from tierkv.tiers.slots import SlotMap
 
 FILE_BYTES = 4 << 30
 """Bytes one extent file may grow to. Part of the on-disk format."""
+
+DEPTH_BYTES = 2 << 20
+"""Bytes that one batch has under way at once; more made reads slower, not faster."""
 
 Place = TypeVar("Place", int, Frames)
 
@@ -59,6 +65,7 @@ class Extents:
         self._run_frames = max(1, min(MAX_VECTORS, MAX_TRANSFER_BYTES // frame_bytes))
         self._fds: dict[int, int] = {}  # file index -> descriptor
         self._num_slots: dict[int, int] = {}  # file index -> slots allocated
+        self._queues: list[ReadQueue] = []  # idle ones; appending and popping are atomic
         for path in directory.glob(f"{frame_bytes}-*.kv"):
             if match := _FILE_NAME.fullmatch(path.name):
                 self._open_file(int(match[2]))
@@ -77,19 +84,21 @@ class Extents:
         return inside and self.slots.claim(self.position(file_index, slot))
 
     def read(self, positions: Frames, views: FrameViews, frames: Frames) -> dict[int, Fault]:
-        """Fill frames of `views` from positions; both ``[n]``.
+        """Fill frames of `views` from positions; both ``[n]``. All at once, if the disk can.
 
         Returns the faults, by index into them: one bad frame does not spoil its neighbours.
         """
         faults: dict[int, Fault] = {}
-        for run in map(np.array, self._runs(positions.tolist())):
-            fault = self._read_run(int(positions[run[0]]), views.pieces(frames[run]))
-            if fault and len(run) == 1:
-                faults[int(run[0])] = fault
-            elif fault:
-                for i in run.tolist():
-                    if alone := self._read_run(int(positions[i]), [views.view(int(frames[i]))]):
-                        faults[i] = alone
+        runs = [np.array(run) for run in self._runs(positions.tolist())]
+        for run, done in zip(runs, self._read_runs(runs, positions, views, frames), strict=True):
+            if done == len(run) * self.frame_bytes:
+                continue
+            for i in run.tolist():
+                place = int(positions[i])
+                if len(run) > 1:
+                    done = self._read_run(place, [views.view(int(frames[i]))])
+                if done != self.frame_bytes:
+                    faults[i] = self._fault(place, done)
         return faults
 
     def write(
@@ -151,6 +160,8 @@ class Extents:
 
     def close(self) -> None:
         """Close the files. Further calls do nothing."""
+        while self._queues:
+            self._queues.pop().close()
         while self._fds:
             os.close(self._fds.popitem()[1])
 
@@ -184,13 +195,58 @@ class Extents:
         if run:
             yield run
 
-    def _read_run(self, position: int, views: Sequence[memoryview]) -> Fault | None:
+    def _read_runs(
+        self, runs: Sequence[Frames], positions: Frames, views: FrameViews, frames: Frames
+    ) -> list[int]:
+        """Return what each run's read came to, as `_read_run` does."""
+        places = [int(positions[run[0]]) for run in runs]
+        results = self._read_together(runs, places, views, frames) if len(runs) > 1 else None
+        if results is not None:
+            return results
+        return [
+            self._read_run(place, views.pieces(frames[run]))
+            for place, run in zip(places, runs, strict=True)
+        ]
+
+    def _read_together(
+        self, runs: Sequence[Frames], places: Sequence[int], views: FrameViews, frames: Frames
+    ) -> list[int] | None:
+        """Do the same with all reads at the disk at once; None if that is not possible."""
+        counts = np.array([len(run) for run in runs])
+        depth = min(DEPTH_BYTES // (self.frame_bytes * int(counts.max())), MAX_DEPTH)
+        if not self._direct or depth < 2:
+            return None
+        addresses = views.addresses(frames[np.concatenate(runs)])
+        if (addresses % SECTOR).any():
+            return None
+        files, slots = np.divmod(np.array(places), self.slots_per_file)
+        fds = np.array([self._fds[file] for file in files.tolist()])
+        vectors = np.stack([addresses, np.full_like(addresses, self.frame_bytes)], axis=1)
+        try:
+            queue = self._take_queue()
+            results = queue.read(Reads(fds, slots * self.frame_bytes, counts, vectors), depth)
+        except OSError:  # the kernel has no queue for us, or none of that length
+            return None
+        self._queues.append(queue)
+        return results.tolist()
+
+    def _take_queue(self) -> ReadQueue:
+        try:
+            return self._queues.pop()
+        except IndexError:  # all are in use
+            return ReadQueue()
+
+    def _read_run(self, position: int, views: Sequence[memoryview]) -> int:
+        """Return how many bytes were read, or minus the error number."""
         fd, offset = self._locate(position)
         try:
-            done = read_frames(fd, offset, views, direct=self._direct)
+            return read_frames(fd, offset, views, direct=self._direct)
         except OSError as error:
-            return Fault("io_errors", str(error))
-        expected = sum(view.nbytes for view in views)
-        if done != expected:
-            return Fault("truncated", f"{done} of {expected} bytes at offset {offset}")
-        return None
+            return -(error.errno or errno.EIO)
+
+    def _fault(self, position: int, done: int) -> Fault:
+        """Say why one frame was not read, from what its read came to."""
+        if done < 0:
+            return Fault("io_errors", str(OSError(-done, os.strerror(-done))))
+        offset = self._locate(position)[1]
+        return Fault("truncated", f"{done} of {self.frame_bytes} bytes at offset {offset}")

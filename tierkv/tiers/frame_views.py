@@ -61,6 +61,15 @@ class FrameViews:
         ranges = runs(self.neighbours[frames])
         return [self.view(int(frames[start]), stop - start) for start, stop in ranges]
 
+    def addresses(self, frames: Frames) -> Frames:
+        """Return where frames begin in memory."""
+        bases = [
+            np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+            for buffer in self._buffers
+        ]
+        at = np.searchsorted(self._firsts, frames, side="right") - 1
+        return np.array(bases)[at] + (frames - np.array(self._firsts)[at]) * self.frame_bytes
+
     def each(self) -> Iterator[memoryview]:
         """Yield every frame."""
         for buffer in self._buffers:

@@ -120,8 +120,9 @@ class Payloads:
             positions = _positions(extents, records)
             extents.slots.pin(positions.tolist())
         faults: dict[bytes, Fault] = {}
-        for index in np.setdiff1d(np.arange(len(keys)), frames).tolist():
-            faults[keys[index]] = _why_not(keys[index], values[index])
+        if len(frames) < len(keys):
+            for index in np.setdiff1d(np.arange(len(keys)), frames).tolist():
+                faults[keys[index]] = _why_not(keys[index], values[index])
         try:
             unread = extents.read(positions, views, frames)
             sizes, hashes = records["payload_bytes"].tolist(), records["payload_hash"].tolist()

@@ -88,7 +88,7 @@ def run(made: Replay, cold: ColdStore, seconds: float, io_threads: int) -> tuple
     """Play all steps; return ``[steps, 2 + counts]``: seconds, those waited, and what was counted,
     and what the service reports."""
     on_disk = fill(made, cold)
-    frames = int(on_disk.sum()) + BATCH
+    frames = int(on_disk.sum()) * 5 // 4 + BATCH  # so that none has to leave
     warm = WarmTier(cold.frame_bytes, 1, BATCH, 1, frames, pinned=False)
     for frame in range(warm.num_frames):
         warm.payload(frame)[::4096] = bytes(cold.frame_bytes // 4096)  # pinned memory is there

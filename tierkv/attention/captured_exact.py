@@ -1,8 +1,9 @@
 """Exact layers of captured steps: pages attended in place, and pages streamed from warm memory.
 
 What was streamed when a step was captured is copied by the copy engine, block by block, at fixed
-addresses. Pages sealed since are fetched by a kernel that reads their number and addresses from
-device memory; when they have become too many, the step is captured anew.
+addresses, or decoded where it lies if it is encoded on the device. Pages sealed since are fetched
+by a kernel that reads their number and addresses from device memory; when they have become too
+many, the step is captured anew.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class CapturedExact:
         self._captured: list[Frames] = [np.zeros(0, dtype=np.int64)] * layers
         self._block_pages: list[list[int]] = [[]] * layers
         self._resident = np.zeros((layers, 1), dtype=np.int32)
-        self._streams, self._streamed = False, 0
+        self._streams, self._streamed, self._encoded = False, 0, 0
         self._copies: StagedCopies | None = None
         self._partials: Partials | None = None
         self._query: torch.Tensor | None = None
@@ -112,7 +113,9 @@ class CapturedExact:
                 if plan is not self._plans.get(layer):
                     self._set_pages(layer, plan)
                     self._plans[layer] = plan
-            self._streamed = sum(len(plan.streamed) for plan in self._plans.values())
+            homes = [self._homes(layer, plan.streamed) for layer, plan in self._plans.items()]
+            self._encoded = sum(int(self.manager.warm.on_device(frames).sum()) for frames in homes)
+            self._streamed = sum(map(len, homes)) - self._encoded
             room = self.addresses.shape[1] if self._streams else 0
             later = [self._later(layer, plan) for layer, plan in self._plans.items()]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
@@ -152,7 +155,7 @@ class CapturedExact:
     def count(self) -> None:
         """Count the lookups of a step that was replayed."""
         stats = self.manager.stats
-        stats.hits_hot += int(self._resident.sum()) * self.tables.shape[1]
+        stats.hits_hot += int(self._resident.sum()) * self.tables.shape[1] + self._encoded
         stats.hits_warm += self._streamed
         stats.warm_to_hot_bytes += self._streamed * self.manager.tiers.format.page_bytes
 
@@ -217,8 +220,8 @@ class CapturedExact:
         if later is None or len(later) > self.addresses.shape[1]:
             return  # the step will be captured anew
         if len(later):
-            hosts = self.manager.warm.addresses(self._homes(layer, later))
-            self.addresses[layer, : len(later)] = torch.from_numpy(hosts).to(self.tables.device)
+            places = self.manager.warm.addresses(self._homes(layer, later))
+            self.addresses[layer, : len(later)] = torch.from_numpy(places).to(self.tables.device)
         self.fetches[layer].counts.fill_(len(later))
         self.later_tokens[layer].fill_(len(later) * self.manager.geometry.page_tokens)
 
@@ -239,6 +242,6 @@ class CapturedExact:
         )
 
     def _homes(self, layer: int, positions: Blocks) -> Frames:
-        """Return the warm home of each page, -1 for what has none."""
+        """Return the home of each encoded page, -1 for what has none."""
         frames = self.manager.directory.warm[self.sequences.blocks[0, positions], layer]
-        return np.where(frames < self.manager.warm.homes.capacity, frames, -1)
+        return np.where(frames < self.manager.warm.inbound_start, frames, -1)

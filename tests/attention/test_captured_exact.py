@@ -14,6 +14,7 @@ import torch
 import tierkv
 from tests.hf.test_exact_tokens import model
 from tests.kernels import emulator
+from tests.paging.test_encoded_hot import below, roomy
 from tests.paging_helpers import budgets
 from tierkv import api
 from tierkv.attention import captured_exact
@@ -89,6 +90,7 @@ def logits_of(
     [
         ("llama", "raw", 0, 1), ("llama", "raw", 40, 128),
         ("qwen3", "int8", 40, 1), ("llama", "int4", 40, 128),
+        ("qwen3", "hot=int8", 10, 1),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("emulated")
@@ -110,6 +112,26 @@ def test_streamed_steps_equal_eager_ones(
     assert replays == NEW - 5
     assert stats["hits"] == eager["hits"]
     assert stats["hits"]["warm"] > 0
+
+
+@pytest.mark.usefixtures("emulated")
+def test_steps_over_encoded_hot_pages_equal_those_over_warm_ones(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Bit for bit, whatever frame a page got: also those sealed since the step was captured."""
+    monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", 1)
+    ids, new = torch.randint(3, 199, (1, 190), generator=torch.Generator().manual_seed(0)), 38
+    given = budgets("warm", model("qwen3"), tmp_path, page_tokens=16, rows=1)
+    given |= {"codec": "hot=int8", "gpu_budget": roomy(model("qwen3"), 3)}
+    got, stats, replays = logits_of(model("qwen3"), ids, given, new, captured=True)
+    below(monkeypatch)
+    want, other, _ = logits_of(model("qwen3"), ids, given, new, captured=True)
+    assert torch.equal(got, want)
+    assert replays == new - 5
+    assert stats["hits"]["hot"] > other["hits"]["hot"] and stats["hits"]["warm"] > 0
+    assert sum(stats["hits"].values()) == sum(other["hits"].values())
+    moved = [found["moved_bytes"]["warm_to_hot"] for found in (stats, other)]
+    assert moved[0] < moved[1]
 
 
 @pytest.mark.usefixtures("emulated")

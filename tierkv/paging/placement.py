@@ -20,9 +20,9 @@ MAX_TRANSIT_BYTES = 256 << 20
 """Warm bytes per direction set aside for pages on their way from or to disk."""
 GUEST_SHARE = 8
 """One of so many warm frames is for copies of pages on disk that are chosen."""
-RAW_SHARE = 16
-"""Where hot pages are encoded, one of so many bytes for them is for tails and residual windows, so
-that batches find room; one sequence's tail and window come first."""
+RAW_SHARE, RAW_FRAMES = 16, 8
+"""Where hot pages are encoded, one of `RAW_SHARE` bytes for pages is for raw frames, so that tails
+of batches find room. So many frames a layer are raw at least, if they take no more than half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Placement:
             )
         encoded = 0
         if raw_pages is not None:
-            hot = min(hot, max(raw_pages, hot // RAW_SHARE))
+            hot = min(hot, max(raw_pages, hot // RAW_SHARE, min(RAW_FRAMES, hot // 2)))
             encoded = (rest - hot * page * dense) // (frame_bytes * dense)
         warm = cpu_budget // frame_bytes
         if not has_cold:
@@ -128,7 +128,8 @@ class Placement:
 
 def budget_for_tails(geometry: Geometry, frames: int) -> int:
     """Return a `gpu_budget` that leaves so many raw frames a layer where hot pages are encoded."""
-    rest = RAW_SHARE * frames * geometry.page_bytes * geometry.layers
+    share = 2 if frames <= RAW_FRAMES else RAW_SHARE
+    rest = share * frames * geometry.page_bytes * geometry.layers
     return rest + rest // 7 + 8 * geometry.page_bytes  # staging: an eighth of all, or one page
 
 

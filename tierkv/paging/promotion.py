@@ -38,9 +38,9 @@ def promote_encoded(manager: PageManager, blocks: Blocks) -> None:
     coming: list[tuple[Fetch, Sources]] = []
     try:
         for fetch in fetches:
-            coming.append((fetch, open_pages(manager, fetch, encoded=True)))
-            if len(coming) == 2:
+            while coming and (len(coming) == 2 or len(fetch.blocks) > warm.inbound.free):
                 _settle(manager, *coming.pop(0))
+            coming.append((fetch, open_pages(manager, fetch, encoded=True)))
         while coming:
             _settle(manager, *coming.pop(0))
     finally:

@@ -82,7 +82,7 @@ class PageManager:
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
         self.stats, self.selective = self.tiers.stats, self.tiers.selective
-        self.window_pages = 0
+        self.encode_hot, self.window_pages = encode_hot, 0
         if not codec.lossless:
             try:
                 self.window_pages = window_pages(residual_tokens, geometry, self.placement)
@@ -236,7 +236,7 @@ class PageManager:
         page, layers = self.geometry.page_bytes, self.geometry.layers
         budget, there = self.tiers.gpu_budget, self.hot.frames_per_layer
         more, way_out = (tails - there) * page * layers, ""
-        if self.tiers.device_frames.share:
+        if self.encode_hot:
             more = budget_for_tails(self.geometry, tails) - budget
             way_out = ", or keep hot pages raw: codec hot=raw"
         return (

@@ -102,8 +102,9 @@ class Placement:
             )
         encoded = 0
         if raw_pages is not None:
-            hot = min(hot, max(raw_pages, hot // RAW_SHARE, min(RAW_FRAMES, hot // 2)))
-            encoded = (rest - hot * page * dense) // (frame_bytes * dense)
+            raw = min(hot, max(raw_pages, hot // RAW_SHARE, min(RAW_FRAMES, hot // 2)))
+            encoded = (rest - raw * page * dense) // (frame_bytes * dense)
+            hot = raw if encoded else hot
         warm = cpu_budget // frame_bytes
         if not has_cold:
             return cls(hot, staging, total, warm, 0, 0, device_frames=encoded)

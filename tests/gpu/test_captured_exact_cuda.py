@@ -43,24 +43,28 @@ def test_streamed_steps_equal_eager_ones(
     assert stats["hits"]["warm"] > 0
 
 
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("codec", ["hot=int8", "hot=int4"])
+@pytest.mark.parametrize(
+    ("codec", "captured"), [("fp8", True), ("int8", True), ("int4", True), ("int8", False)]
+)
 def test_encoded_hot_pages_equal_those_in_warm(
     codec: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, some of them on the device and the rest below, and all on the device."""
+    """Some of them on the device and the rest below, and all on the device. Captured steps attend
+    to integers where they lie, so sums come in another order; the rest is equal bit for bit."""
     monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", 1)
     torch.manual_seed(0)
-    new, hf_model = 60, model("llama", torch.bfloat16)
+    new, hf_model = 60, model("llama", torch.float32)
     ids = torch.randint(3, 199, (1, 900 + new), device="cuda")
-    given = budgets("warm", hf_model, tmp_path, page_tokens=16, rows=1) | {"codec": codec}
+    given = budgets("warm", hf_model, tmp_path, page_tokens=16, rows=1) | {"codec": f"hot={codec}"}
     for pages in (30, 200):
         given["gpu_budget"] = roomy(hf_model, pages, copies=7)
         got, stats, replays = logits_of(hf_model, ids, given, new, captured=captured)
         with monkeypatch.context() as patch:
             below(patch)
             want, other, _ = logits_of(hf_model, ids, given, new, captured=captured)
-        assert torch.equal(got, want)
+        if codec == "fp8" or not captured:
+            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
         assert replays == (new - 5 if captured else 0)
         assert stats["hits"]["hot"] > 0
         assert (stats["hits"]["warm"] > 0) == (pages == 30)

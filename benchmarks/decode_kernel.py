@@ -152,7 +152,7 @@ def measure(
         frames = [encode(name, geometry, store) for store in stores]
         splits, calls = ours(frames, None, table=table)
         add(name, splits, calls, pages * encoded_bytes(CODECS[name], geometry))
-        del frames, calls
+        del frames
     spans = [arena.span(0, pages * geometry.page_tokens) for arena in arenas]
     add(
         "torch sdpa",

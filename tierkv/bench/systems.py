@@ -191,7 +191,9 @@ class Systems:
             return None
         ids, chunk = self._prompt(tokens), self._chunk_tokens()
         warm = wrapped.cache()
-        hot = wrapped.manager.hot.frames_per_layer if wrapped.manager else 0
+        manager, hot = wrapped.manager, 0
+        if manager is not None:
+            hot = manager.hot.frames_per_layer + manager.tiers.device_frames.share
         warmup = min(hot * self.geometry.page_tokens, tokens // 2) + 2 * chunk
         wrapped.prefill(ids[:, :warmup], warm)
         warm.close()

@@ -69,6 +69,20 @@ def test_pages_that_attention_does_not_read_are_refused(codec: str) -> None:
             encoded.EncodedKV(layout, 2, frames)
 
 
+def test_frames_that_hold_no_encoded_page_are_refused() -> None:
+    layout = CODECS["int8"].layout(Geometry(1, 2, 64, 64, torch.bfloat16, 32))
+    assert layout is not None
+    size = 2 * layout.head_bytes
+    encoded.EncodedKV(layout, 2, torch.zeros(3, size, dtype=torch.uint8))
+    for wrong, message in (
+        (torch.zeros(3, size - 16, dtype=torch.uint8), f"take {size} bytes"),
+        (torch.zeros(3, size), "uint8"),
+        (torch.zeros(3, 2 * size, dtype=torch.uint8)[:, ::2], "whole chunks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encoded.EncodedKV(layout, 2, wrong)
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("dtype", "k_dim", "v_dim"),

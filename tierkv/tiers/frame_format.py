@@ -1,4 +1,4 @@
-"""How pages lie in frames, in warm memory and on disk: encoded by a codec, in whole sectors."""
+"""How pages lie in frames, in any tier: encoded by a codec, in whole sectors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tierkv.tiers.arena import Arena
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROTATE_BYTES = 2 << 30
 """Bytes that the inputs of one row should have together, before they are encoded."""
-ENCODED = ("int8", "int8-channel", "int4")
+ENCODED = ("int8", "int8-channel", "int4", "fp8")
 
 
 def main() -> None:

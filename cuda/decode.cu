@@ -5,8 +5,8 @@
 // read once. Each warp walks over tiles of 16 tokens of its own and keeps STAGES - 1 of them in
 // flight by cp.async; warps meet only at the end. 16-bit types use tensor cores with the group
 // padded to 16 rows, float32 the CUDA cores; softmax and sums are float32, base 2 inside.
-// Pages are raw, or encoded by integers of 8 or 4 bits: then a warp decodes each tile that has
-// arrived, as codec.cu does, before it attends to it.
+// Pages are raw, or encoded by integers or floats: then a warp decodes each tile that has arrived,
+// as codec.cu does, before it attends to it.
 //
 // -D: DTYPE, K_DIM, V_DIM, GROUP, PAGE_TOKENS, WARPS, STAGES, SHARED_BYTES. For encoded pages also
 // those of codec.cu.

@@ -1,33 +1,64 @@
-// Tiles of decode.cu from encoded pages (codec_affine.cuh): the head-page of (head, frame) lies at
-// k + head * head_stride + frame * frame_stride, K's section before V's; `v` is not used.
-//
-// The codes, scales and bases of 16 tokens are three runs of a section. Behind each other they make
-// a section of 16 tokens, which is what a stage holds.
+// Tiles of decode.cu from encoded pages (codec_affine.cuh, codec_fp8.cuh): the head-page of (head,
+// frame) lies at k + head * head_stride + frame * frame_stride, K's section before V's; `v` is not
+// used. What belongs to 16 tokens are a few runs of a section. Behind each other they make a section
+// of 16 tokens, which is what a stage holds.
 #pragma once
 #include "codec_affine.cuh"
+#include "codec_fp8.cuh"
 
 using Stored = uint4;
 
+// Codes, scales and bases.
 template <int DIM, int ROWS, int COLUMNS>
-struct Encoded {
+struct Integers {
     using Page = Affine<PAGE_TOKENS, DIM, BITS, ROWS, COLUMNS>;
     using Tile = Affine<TILE, DIM, BITS, least(ROWS, TILE), COLUMNS>;
-    static_assert(DIM % 8 == 0, "what belongs to 16 tokens begins at a whole chunk");
     static_assert(ROWS == 1 || ROWS % TILE == 0, "a tile lies inside one row of groups");
 
+    // Where chunk i of a tile lies in a page's section.
+    static DEVICE int chunk(int i, int within) {
+        const int group = within / ROWS * Page::ROW_GROUPS;
+        if (i < Tile::CODES) return within * DIM * BITS / 128 + i;
+        i -= Tile::CODES;
+        if (i < Tile::SCALES) return Page::CODES + group * 2 / 16 + i;
+        return Page::CODES + Page::SCALES + group * SIZE / 16 + i - Tile::SCALES;
+    }
+};
+
+// Codes, and the chunk with the scale of the section.
+template <int DIM>
+struct SmallFloats {
+    using Page = Floats<PAGE_TOKENS, DIM>;
+    struct Tile : Floats<TILE, DIM> {
+        static constexpr int CHUNKS = Floats<TILE, DIM>::CODES + 1;
+    };
+
+    static DEVICE int chunk(int i, int within) {
+        return i < Tile::CODES ? within * DIM / 16 + i : Page::CODES;
+    }
+};
+
+template <bool FLOAT, int DIM, int ROWS, int COLUMNS>
+struct Choose {
+    using Section = Integers<DIM, ROWS, COLUMNS>;
+};
+template <int DIM, int ROWS, int COLUMNS>
+struct Choose<true, DIM, ROWS, COLUMNS> {
+    using Section = SmallFloats<DIM>;
+};
+
+template <typename S>
+struct Encoded {
+    using Page = typename S::Page;
+    using Tile = typename S::Tile;
+    static_assert(Tile::DIM % 8 == 0, "what belongs to 16 tokens begins at a whole chunk");
+
     static DEVICE void fetch(uint4* stage, const uint4* page, int within, int lane) {
-        const int codes = within * DIM * BITS / 128, group = within / ROWS * Page::ROW_GROUPS;
-        const int scales = Page::CODES + group * 2 / 16;
-        const int bases = Page::CODES + Page::SCALES + group * SIZE / 16;
 #pragma unroll
         for (int first = 0; first < Tile::CHUNKS; first += LANES) {
             const int i = first + lane;
             if (Tile::CHUNKS % LANES != 0 && i >= Tile::CHUNKS) break;
-            const int at = i < Tile::CODES ? codes + i
-                         : i < Tile::CODES + Tile::SCALES
-                             ? scales + i - Tile::CODES
-                             : bases + i - Tile::CODES - Tile::SCALES;
-            copy_async(stage + i, page + at);
+            copy_async(stage + i, page + S::chunk(i, within));
         }
     }
 
@@ -60,8 +91,8 @@ struct Encoded {
 };
 
 struct Tiles {
-    using Keys = Encoded<K_DIM, K_ROWS, K_COLUMNS>;
-    using Values = Encoded<V_DIM, V_ROWS, V_COLUMNS>;
+    using Keys = Encoded<Choose<FLOATS, K_DIM, K_ROWS, K_COLUMNS>::Section>;
+    using Values = Encoded<Choose<FLOATS, V_DIM, V_ROWS, V_COLUMNS>::Section>;
     static constexpr int STAGE_BYTES = 16 * (Keys::Tile::CHUNKS + Values::Tile::CHUNKS);
     static constexpr int DECODED_BYTES = TILE_BYTES;
 

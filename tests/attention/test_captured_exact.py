@@ -113,7 +113,7 @@ def test_streamed_steps_equal_eager_ones(
     assert stats["hits"]["warm"] > 0
 
 
-@pytest.mark.parametrize("codec", ["fp8", "int8"])
+@pytest.mark.parametrize("codec", ["int4-importance", "int8"])
 @pytest.mark.usefixtures("emulated")
 def test_steps_over_encoded_hot_pages_equal_those_over_warm_ones(
     codec: str, tmp_path: Path, monkeypatch: Any
@@ -130,7 +130,7 @@ def test_steps_over_encoded_hot_pages_equal_those_over_warm_ones(
     assert stats["hits"] == counted["hits"]
     below(monkeypatch)
     want, other, _ = logits_of(model("qwen3"), ids, given, new, captured=True)
-    if codec == "fp8":
+    if codec == "int4-importance":
         assert torch.equal(got, want)
     torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
     assert replays == new - 5

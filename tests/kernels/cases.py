@@ -29,6 +29,8 @@ ENCODED = [
     ("int4", Geometry(1, 2, 128, 64, BF16, 32), 16),
     ("int4", Geometry(1, 1, 40, 24, F16, 16), 1),
     ("int8-channel", Geometry(1, 1, 48, 64, F32, 32), 3),
+    ("fp8", Geometry(1, 2, 128, 72, BF16, 32), 4),
+    ("fp8", Geometry(1, 1, 40, 64, F32, 64), 5),
 ]
 """Codec, pages and group: all groupings and element types, both widths, dims that are padded."""
 

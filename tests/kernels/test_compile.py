@@ -49,6 +49,8 @@ DECODE_ENCODED = [
     ("int8-channel", F16, 64, 64, 1, 256),
     ("int4", BF16, 256, 256, 16, 16),
     ("int8", F32, 96, 96, 4, 32),
+    ("fp8", BF16, 128, 128, 4, 32),
+    ("fp8", F16, 80, 64, 7, 16),
 ]
 """The same, behind the codec of the pages."""
 MERGE = [(F32, 80), (F16, 96), (BF16, 128), (BF16, 256)]

@@ -2,8 +2,8 @@
 
     decode.attend(query, EncodedKV(layout, kv_heads, frames), partials, slot=0, tokens=..., ...)
 
-For codecs of integers (``int8``, ``int8-channel``, ``int4``); what a tile decodes to is, bit for
-bit, what `tierkv.kernels.codec` lays out.
+For all codecs but those with tokens in more bits (``int4-importance``); what a tile decodes to is,
+bit for bit, what `tierkv.kernels.codec` lays out.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tierkv.kernels.gather import CHUNK
 
 def reads(layout: Layout | None) -> bool:
     """Say whether attention can read pages of a codec where they lie."""
-    if layout is None or not layout.supported or layout.floats or layout.kept:
+    if layout is None or not layout.supported or layout.kept:
         return False
     rows = (layout.k_rows, layout.v_rows)
-    whole = all(count == 1 or count % TILE == 0 for count in rows)
+    whole = layout.floats or all(count == 1 or count % TILE == 0 for count in rows)
     return whole and layout.k_dim % 8 == 0 and layout.v_dim % 8 == 0
 
 
@@ -76,8 +76,11 @@ class EncodedKV:
     @property
     def tile_bytes(self) -> int:
         """See `tierkv.kernels.decode.Pages`."""
-        rows = min(self.layout.k_rows, TILE)
-        tile = self.layout._replace(page_tokens=TILE, k_rows=rows)
+        layout = self.layout
+        if layout.floats:
+            return TILE * (layout.k_dim + layout.v_dim) + 2 * CHUNK
+        rows = min(layout.k_rows, TILE)
+        tile = layout._replace(page_tokens=TILE, k_rows=rows)
         return sum(map(sum, tile.sections()))
 
     @property

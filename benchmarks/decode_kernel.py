@@ -3,7 +3,8 @@
 Regime: one new token, 8 KV heads x 128, bf16, batch 1 by default; bound by reading K and V once.
 The ceiling is a device-to-device copy measured in the same run, bytes read plus bytes written.
 Rows: our kernel and its merge over one run of frames (`run`), over frames in random order
-(`table`), over raw staged frames (`staged`), and torch's `scaled_dot_product_attention` with
+(`table`), over raw staged frames (`staged`), over encoded ones in random order (by the name of
+their codec; their own bytes count), and torch's `scaled_dot_product_attention` with
 `enable_gqa=True`. Each row is a CUDA graph of several calls over inputs that together exceed the
 L2 cache many times; times are medians over replays, by CUDA events. The result is compared with
 torch's before anything is timed. The last line of stdout is one JSON object.
@@ -16,22 +17,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tierkv.codecs import RAW
-from tierkv.kernels import decode
+from tierkv.codecs import CODECS, RAW, encoded_bytes
+from tierkv.kernels import codec, decode
 from tierkv.kernels.build import available
+from tierkv.kernels.encoded import EncodedKV
 from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROTATE_BYTES = 2 << 30
-"""Bytes that the inputs of one row should have together."""
+"""Bytes that the inputs of one row should have together, before they are encoded."""
+ENCODED = ("int8", "int8-channel", "int4", "fp8")
 
 
 def main() -> None:
@@ -94,7 +97,9 @@ def measure(
     out = torch.empty(1, heads, geometry.v_dim, dtype=geometry.dtype, device=device)
     rows: list[dict[str, Any]] = []
 
-    def add(kernel: str, splits: int | None, calls: list[Callable[[], Any]]) -> None:
+    def add(
+        kernel: str, splits: int | None, calls: list[Callable[[], Any]], read: int = read
+    ) -> None:
         seconds = time_calls(calls, arguments.replays)
         rows.append(
             {
@@ -106,7 +111,7 @@ def measure(
             }
         )
 
-    def ours(stores: list[decode.PagedKV], splits: int | None, **where: Any) -> tuple[int, list]:
+    def ours(stores: Sequence[decode.Pages], splits: int | None, **where: Any) -> tuple[int, list]:
         launches = []
         for store in stores:
             arguments = {"slot": 0, "tokens": pages * geometry.page_tokens, "scale": scale}
@@ -143,6 +148,11 @@ def measure(
     table = torch.randperm(pages, device=device)[None]
     splits, calls = ours(stores, None, table=table)
     add("table", splits, calls)
+    for name in ENCODED:
+        frames = [encode(name, geometry, store) for store in stores]
+        splits, calls = ours(frames, None, table=table)
+        add(name, splits, calls, pages * encoded_bytes(CODECS[name], geometry))
+        del frames
     spans = [arena.span(0, pages * geometry.page_tokens) for arena in arenas]
     add(
         "torch sdpa",
@@ -165,6 +175,17 @@ def measure(
     splits, calls = ours(stores, None)
     add("staged", splits, calls)
     return rows
+
+
+def encode(name: str, geometry: Geometry, store: decode.PagedKV) -> EncodedKV:
+    """Return raw frames as a codec encodes them."""
+    layout, count = CODECS[name].layout(geometry), store.k.shape[1]
+    if layout is None:
+        raise ValueError(f"{name} pages are raw ones")
+    size = -(-encoded_bytes(CODECS[name], geometry) // 512) * 512
+    frames = torch.empty((count, size), dtype=torch.uint8, device=store.k.device)
+    codec.prepare_encode(layout, store.k, store.v, frames).run()
+    return EncodedKV(layout, geometry.kv_heads, frames)
 
 
 def time_calls(calls: list[Callable[[], Any]], replays: int) -> float:

@@ -5,8 +5,11 @@
 // read once. Each warp walks over tiles of 16 tokens of its own and keeps STAGES - 1 of them in
 // flight by cp.async; warps meet only at the end. 16-bit types use tensor cores with the group
 // padded to 16 rows, float32 the CUDA cores; softmax and sums are float32, base 2 inside.
+// Pages are raw, or encoded by integers or floats: then a warp decodes each tile that has arrived,
+// as codec.cu does, before it attends to it.
 //
-// -D: DTYPE, K_DIM, V_DIM, GROUP, PAGE_TOKENS, WARPS, STAGES, SHARED_BYTES.
+// -D: DTYPE, K_DIM, V_DIM, GROUP, PAGE_TOKENS, WARPS, STAGES, SHARED_BYTES. For encoded pages also
+// those of codec.cu.
 #include "ptx.cuh"
 
 constexpr int TILE = 16;  // tokens a warp takes at once; divides every page
@@ -26,7 +29,7 @@ constexpr int V_WIDTH = (V_DIM + 15) / 16 * 16;
 constexpr int CHUNK = 16 / sizeof(Element);  // elements copied at once
 constexpr int K_PITCH = K_WIDTH + CHUNK;  // shifts each row by 16 bytes: no bank conflicts
 constexpr int V_PITCH = V_WIDTH + CHUNK;
-constexpr int STAGE = TILE * (K_PITCH + V_PITCH);  // elements of one tile: K then V
+constexpr int TILE_BYTES = sizeof(Element) * TILE * (K_PITCH + V_PITCH);  // K then V
 
 static_assert(K_DIM % CHUNK == 0 && V_DIM % CHUNK == 0, "rows are copied 16 bytes at a time");
 static_assert(PAGE_TOKENS % TILE == 0, "a tile lies inside one page");
@@ -47,24 +50,11 @@ DEVICE float to_score(float product, float scale, float softcap) {
     return LOG2_E * scale * product;
 }
 
-// Start copying the rows [from, to) of a tile of DIM elements a row; other rows become zeros.
-template <int DIM, int PITCH>
-DEVICE void fetch(Element* tile, const Element* source, int from, int to, int lane) {
-    constexpr int CHUNKS = DIM / CHUNK, COUNT = TILE * CHUNKS;
-    const bool whole = from <= 0 && to >= TILE;
-#pragma unroll
-    for (int i = 0; i < (COUNT + LANES - 1) / LANES; ++i) {
-        const int chunk = lane + LANES * i;
-        const int token = chunk / CHUNKS;
-        if (COUNT % LANES != 0 && chunk >= COUNT) break;
-        Element* target = tile + token * PITCH + (chunk - token * CHUNKS) * CHUNK;
-        if (whole)
-            copy_async(target, source + chunk * CHUNK);
-        else
-            copy_async_or_zero(target, source + chunk * CHUNK, token >= from && token < to);
-    }
-}
-
+#ifdef BITS
+#include "decode_encoded.cuh"
+#else
+#include "decode_raw.cuh"
+#endif
 #if DTYPE == DTYPE_F32
 #include "decode_simt.cuh"
 #else
@@ -72,7 +62,8 @@ DEVICE void fetch(Element* tile, const Element* source, int from, int to, int la
 #endif
 
 constexpr int COMBINE_FLOATS = WARPS * GROUP * (V_DIM + 2);
-static_assert(SHARED_BYTES >= Query::SHARED_BYTES_USED + sizeof(Element) * WARPS * STAGES * STAGE &&
+constexpr int WARP_BYTES = STAGES * Tiles::STAGE_BYTES + Tiles::DECODED_BYTES;
+static_assert(SHARED_BYTES >= Query::SHARED_BYTES_USED + WARPS * WARP_BYTES &&
               SHARED_BYTES >= sizeof(float) * COMBINE_FLOATS, "SHARED_BYTES is too small");
 
 DEVICE long long frame_of(const void* table, int table_bytes, long long at,
@@ -87,8 +78,7 @@ DEVICE long long frame_of(const void* table, int table_bytes, long long at,
 // splits that see no token, report a log-sum-exp of -inf and leave `partial_out` alone.
 //
 //   query             [batch, heads, K_DIM], heads = GROUP * kv_heads
-//   k, v              element (head, frame, token, dim) at head * head_stride
-//                     + frame * frame_stride + token * DIM + dim; everything 16-byte aligned
+//   k, v              see Tiles; everything 16-byte aligned
 //   table             frames, int32 or int64 by `table_bytes`: page p of sequence r and KV head h
 //                     at r * table_stride + h * table_head_stride + p; if `table_bytes` is 0, that
 //                     page lies in frame first_frame + the same
@@ -101,8 +91,8 @@ DEVICE long long frame_of(const void* table, int table_bytes, long long at,
 //   partial_lse       [slots, batch, heads] natural logarithm
 extern "C" __global__ void __launch_bounds__(WARPS * LANES)
 attend_pages(const Element* query, long long query_row_stride, long long query_head_stride,
-             const Element* k, long long k_head_stride, long long k_frame_stride,
-             const Element* v, long long v_head_stride, long long v_frame_stride,
+             const Stored* k, long long k_head_stride, long long k_frame_stride,
+             const Stored* v, long long v_head_stride, long long v_frame_stride,
              const void* table, int table_bytes, long long table_stride,
              long long table_head_stride, long long first_frame, const int* tokens_of,
              int tokens_heads, int tokens, const int* first_visible_of, int position,
@@ -129,12 +119,12 @@ attend_pages(const Element* query, long long query_row_stride, long long query_h
         return;
     }
 
-    k += kv_head * k_head_stride;
-    v += kv_head * v_head_stride;
-    Element* const stages = reinterpret_cast<Element*>(shared + Query::SHARED_BYTES_USED) +
-                            warp * STAGES * STAGE;
+    const Tiles tiles = {k + kv_head * k_head_stride, k_frame_stride, v + kv_head * v_head_stride,
+                         v_frame_stride};
+    unsigned char* const stages = shared + Query::SHARED_BYTES_USED + warp * WARP_BYTES;
     if (K_WIDTH != K_DIM || V_WIDTH != V_DIM) {  // padding must hold numbers: 0 * NaN is NaN
-        for (int i = lane; i < STAGES * STAGE; i += LANES) stages[i] = 0;
+        for (int i = lane * 4; i < WARP_BYTES; i += LANES * 4)
+            *reinterpret_cast<unsigned*>(stages + i) = 0;
         __syncwarp();
     }
 
@@ -145,15 +135,9 @@ attend_pages(const Element* query, long long query_row_stride, long long query_h
         return tile < end ? frame_of(table, table_bytes, at, first_frame) : 0;
     };
     auto fetch_tile = [&](int tile, long long frame, int stage) {
-        if (tile < end) {
-            const int within = tile % TILES_PER_PAGE * TILE;
-            const int from = start - tile * TILE, to = stop - tile * TILE;
-            Element* const target = stages + stage * STAGE;
-            fetch<K_DIM, K_PITCH>(target, k + frame * k_frame_stride + within * K_DIM, from, to,
-                                  lane);
-            fetch<V_DIM, V_PITCH>(target + TILE * K_PITCH,
-                                  v + frame * v_frame_stride + within * V_DIM, from, to, lane);
-        }
+        if (tile < end)
+            tiles.fetch(stages + stage * Tiles::STAGE_BYTES, frame, tile % TILES_PER_PAGE * TILE,
+                        start - tile * TILE, stop - tile * TILE, lane);
         copy_async_commit();  // a group per tile, also past the end, so that waits can count
     };
 
@@ -173,9 +157,11 @@ attend_pages(const Element* query, long long query_row_stride, long long query_h
         fetch_tile(ahead, frame, writing);
         ahead += WARPS;
         frame = look_up(ahead);
-        const Element* const here = stages + reading * STAGE;
-        queries.attend(here, here + TILE * K_PITCH, start - tile * TILE, stop - tile * TILE, scale,
-                       softcap, lane);
+        const int from = start - tile * TILE, to = stop - tile * TILE;
+        const Element* const here =
+            tiles.decoded(stages + reading * Tiles::STAGE_BYTES,
+                          stages + STAGES * Tiles::STAGE_BYTES, from, to, lane);
+        queries.attend(here, here + TILE * K_PITCH, from, to, scale, softcap, lane);
         writing = reading;
         reading = reading + 1 == STAGES ? 0 : reading + 1;
     }

@@ -1,13 +1,23 @@
-"""Budgets of every kind, from everything hot down to the minimum."""
+"""Budgets of every kind, from everything hot down to the minimum; hot pages as if encoded."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tierkv import api
 from tierkv.hf.geometry import model_geometry
+from tierkv.paging.manager import PageManager
+
+
+def encode_hot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have hot pages kept in frames of encoded ones, by the raw codec: nothing changes but where
+    their bytes lie, and tokens stay exact."""
+    monkeypatch.setattr(api, "PageManager", partial(PageManager, encode_hot=True))
 
 
 def budgets(

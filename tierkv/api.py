@@ -110,6 +110,7 @@ class TieredModel:
                 io_threads=config.io_threads,
                 selective=self._selective(geometry, device),
                 codec=codec,
+                encode_hot=config.codecs.hot != "raw",
                 residual_tokens=config.residual_tokens,
                 salt=config.salt,
                 prefix_cache=config.prefix_cache,

@@ -53,7 +53,10 @@ _HELP = {
     "dense_layers": ("N", "first layers, which stay exact"),
     "on_cold_miss": ("MODE", "wait for chosen pages on disk, or skip them in this step"),
     "reuse": ("X", "reuse cache of selective attention, in token budgets"),
-    "codec": ("NAME", "how pages are stored below hot: raw, int8, int8-channel, int4, ..."),
+    "codec": (
+        "NAME",
+        "how pages are stored below hot: raw, int8, int4, ...; hot=int8: also in hot",
+    ),
     "residual_tokens": ("N", "last tokens that are not encoded: their pages stay hot"),
     "cuda_graph": ("", "replay decode steps as a CUDA graph; by default where it can be done"),
     "look_ahead": ("N", "layers ahead for which selective attention foresees lookups; 0 for none"),
@@ -110,7 +113,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     add("--hot", default="1/8", metavar="SHARES",
         help="gpu_budget as shares of the KV, such as 1/8,1 (default: 1/8)")  # fmt: skip
     add("--codec", default="raw", metavar="NAMES",
-        help="how pages are stored below hot, such as raw,int8,int4: one row each")  # fmt: skip
+        help="how pages are stored below hot, such as raw,int8,int4, or also in hot, such as "
+        "hot=int8: one row each")  # fmt: skip
     add("--cpu-budget", metavar="SIZE", help="host memory for KV (default: all that is not hot)")
     add("--store", metavar="DIR", help="directory of the cold tier, for what fits neither")
     add("--prefill", nargs="?", const="128K", metavar="N",

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from tierkv.errors import ConfigError
 
 CODECS = ("raw", "int8", "int8-channel", "int4", "int4-importance", "fp8")
-"""How pages may be stored in warm memory and on disk; `tierkv.codecs` has one file for each."""
+"""How pages may be stored in a tier; `tierkv.codecs` has one file for each."""
 _ZSTD = re.compile(r"raw\+zstd(:([1-9]|1[0-9]))?")
 
 
 class TierCodecs(NamedTuple):
-    """The codec of each tier. Pages are encoded once, so cold has warm's, or packs raw pages."""
+    """The codec of each tier. Pages are encoded once: hot ones are raw or have warm's codec, cold
+    ones have warm's too, or are raw ones packed."""
 
     hot: str
     warm: str
@@ -35,7 +36,8 @@ class TierCodecs(NamedTuple):
 def parse_codecs(value: Any) -> TierCodecs:
     """Return the codecs of ``int8``, of ``warm=raw,cold=raw+zstd``, or of such a mapping.
 
-    One name alone is for warm and cold. A tier not named has raw pages, and cold what warm has.
+    One name alone is for warm and cold. Of tiers not named hot has raw pages, and each other one
+    what the tier above it has.
     ``raw+zstd`` packs raw pages on disk without loss, if the disk is not faster than that;
     ``raw+zstd:3`` says the level and packs them always.
 
@@ -60,10 +62,14 @@ def parse_codecs(value: Any) -> TierCodecs:
             raise ConfigError(
                 f"codec: {tier} must be one of {', '.join(CODECS)}{more}, got {name!r}"
             )
-    warm = tiers.get("warm", "raw")
-    codecs = TierCodecs(tiers.get("hot", "raw"), warm, tiers.get("cold", warm))
-    if codecs.hot != "raw":
-        raise ConfigError(f"codec: hot must be raw (attention reads raw pages), got {codecs.hot!r}")
+    hot = tiers.get("hot", "raw")
+    warm = tiers.get("warm", hot)
+    codecs = TierCodecs(hot, warm, tiers.get("cold", warm))
+    if hot not in ("raw", warm):
+        raise ConfigError(
+            f"codec: hot={hot!r} needs warm={hot!r} (a page is encoded once and moved as it is), "
+            f"got warm={warm!r}"
+        )
     if codecs.cold != warm and (warm != "raw" or codecs.zstd_level is None):
         raise ConfigError(
             f"codec: cold must be {warm!r} like warm (a page is encoded once and moved as it is; "

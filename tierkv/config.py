@@ -84,13 +84,15 @@ class Config:
             limit.
         codec: how pages are stored in warm memory and on disk: ``raw``, ``int8``,
             ``int8-channel``, ``int4``, ``int4-importance`` or ``fp8``, all but ``raw`` approximate.
-            Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``raw+zstd`` keeps pages raw
+            Also ``warm=int8,cold=int8`` or a mapping; kept as a text. ``hot=int8`` stores them so
+            on the device, too, and then in all tiers: `gpu_budget` holds nearly twice the pages,
+            which are decoded for every step (exact attention only). ``raw+zstd`` keeps pages raw
             in memory and packs them on disk, without loss, unless the disk is found faster than
             that when the store is first opened so; ``raw+zstd:1``, with a level of zstd, packs
             always.
         residual_tokens: last tokens of each sequence that stay as they were computed where pages
-            are encoded: their pages stay hot, which takes as many frames of every exact layer. In
-            layers that select, `recent_tokens` stay so.
+            are encoded: their pages stay hot and raw, which takes as many frames of every exact
+            layer. In layers that select, `recent_tokens` stay so.
         max_batch: sequences that selective attention decodes together at most, all of one length
             and without padding; each takes as much of `gpu_budget` as the first.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can, and
@@ -167,6 +169,11 @@ class Config:
         codecs = parse_codecs(self.codec)
         plain = ",".join(f"{tier}={name}" for tier, name in codecs._asdict().items())
         object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)
+        if codecs.hot != "raw" and self.attention == "selective":
+            raise ConfigError(
+                f"codec: hot={codecs.hot} is for attention='exact'; attention='selective' reads "
+                f"raw pages on the device: use hot=raw"
+            )
         if self.cuda_graph is not None and not isinstance(self.cuda_graph, bool):
             raise ConfigError(f"cuda_graph must be true or false, got {self.cuda_graph!r}")
         if not isinstance(self.salt, str):

@@ -15,6 +15,7 @@ import torch
 import tierkv
 from tests.hf.test_exact_tokens import model
 from tests.kernels import emulator
+from tests.paging.test_encoded_hot import below, roomy
 from tests.paging_helpers import budgets
 from tierkv import api
 from tierkv.attention import captured, captured_exact
@@ -111,6 +112,58 @@ def test_streamed_steps_equal_eager_ones(
     assert replays == NEW - 5
     assert stats["hits"] == eager["hits"]
     assert stats["hits"]["warm"] > 0
+
+
+@pytest.mark.parametrize("codec", ["int4-importance", "int8"])
+@pytest.mark.usefixtures("emulated")
+def test_steps_over_encoded_hot_pages_equal_those_over_warm_ones(
+    codec: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Whatever frame a page got, also those sealed since the step was captured: bit for bit where
+    they are decoded among the streamed ones, else as near as sums in another order are."""
+    monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", 1)
+    ids, new = torch.randint(3, 199, (1, 170), generator=torch.Generator().manual_seed(0)), 22
+    given = budgets("warm", model("qwen3"), tmp_path, page_tokens=16, rows=1)
+    given |= {"codec": f"hot={codec}", "gpu_budget": roomy(model("qwen3"), 3)}
+    got, stats, replays = logits_of(model("qwen3"), ids, given, new, captured=True)
+    eager, counted, _ = logits_of(model("qwen3"), ids, given, new, captured=False)
+    torch.testing.assert_close(got, eager, rtol=2e-4, atol=2e-4)
+    assert stats["hits"] == counted["hits"]
+    below(monkeypatch)
+    want, other, _ = logits_of(model("qwen3"), ids, given, new, captured=True)
+    if codec == "int4-importance":
+        assert torch.equal(got, want)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+    assert replays == new - 5
+    assert stats["hits"]["hot"] > other["hits"]["hot"] and stats["hits"]["warm"] > 0
+    assert sum(stats["hits"].values()) == sum(other["hits"].values())
+    moved = [found["moved_bytes"]["warm_to_hot"] for found in (stats, other)]
+    assert moved[0] < moved[1]
+
+
+@pytest.mark.usefixtures("emulated")
+def test_steps_of_a_padded_batch_over_encoded_hot_pages(monkeypatch: Any) -> None:
+    """Padding ends in the middle of an encoded page, and in the tail of a row while it is short."""
+    ids = torch.randint(3, 199, (2, 25), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :22] = 0
+    how: dict[str, Any] = {"max_new_tokens": 18, "attention_mask": mask, "do_sample": False}
+    given = {"page_tokens": 16, "codec": "hot=int8", "gpu_budget": roomy(model("llama"), 40)}
+    with tierkv.wrap(model("llama"), cuda_graph=False, **given) as wrapped:
+        want = wrapped.generate(ids, **how)
+    graphs = []
+
+    def made(hf_model: Any, tier_cache: Any, config: Any, tokens: int, seen: Any) -> DecodeGraph:
+        hidden = padding_of(seen.bool())[1]
+        graphs.append(DecodeGraph(hf_model, tier_cache, 400, padding=hidden, proves=True))
+        return graphs[0]
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    with tierkv.wrap(model("llama"), **given) as wrapped:
+        got = wrapped.generate(ids, **how)
+        assert wrapped.stats()["moved_bytes"]["warm_to_hot"] == 0
+    assert got.tolist() == want.tolist()
+    assert graphs[0].replays >= 17
 
 
 @pytest.mark.usefixtures("emulated")

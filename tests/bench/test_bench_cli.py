@@ -152,3 +152,13 @@ def test_the_script_is_the_command() -> None:
     paths = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, capture_output=True, text=True, env=paths, check=True)
     assert "usage: tierkv bench" in done.stdout
+
+
+def test_codecs_below_hot_and_also_in_hot(bench: Bench) -> None:
+    """Within one gpu_budget, encoded hot pages are more, and less crosses the link."""
+    rows = report(bench("--shape", "tiny:1K", "--hot", "1/2", "--codec", "int8,hot=int8"))["rows"]
+    below, above = (row for row in rows if row["system"] == TIERKV)
+    assert [row["codec"] for row in (below, above)] == ["int8", "hot=int8"]
+    assert below["gpu_budget"] == above["gpu_budget"] >= above["hot_bytes"]
+    assert above["bytes_per_token"]["warm_to_hot"] < 0.8 * below["bytes_per_token"]["warm_to_hot"]
+    assert above["hot_bytes"] + above["warm_bytes"] < 0.6 * above["kv_bytes"]

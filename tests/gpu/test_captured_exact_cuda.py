@@ -13,6 +13,7 @@ import tierkv
 from tests.attention.test_captured_exact import logits_of
 from tests.gpu.test_exact_tokens_cuda import expected, model
 from tests.hf.test_exact_tokens import options, prompt
+from tests.paging.test_encoded_hot import below, roomy
 from tests.paging_helpers import budgets
 from tierkv.attention import captured_exact
 from tierkv.hf.attach import cache_argument
@@ -40,6 +41,69 @@ def test_streamed_steps_equal_eager_ones(
     assert replays == new - 5
     assert stats["hits"] == eager["hits"]
     assert stats["hits"]["warm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("codec", "captured"),
+    [("int4-importance", True), ("int8", True), ("fp8", True), ("int4", False)],
+)
+def test_encoded_hot_pages_equal_those_in_warm(
+    codec: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of them on the device and the rest below, and all on the device. Captured steps attend
+    to other pages where they lie, so sums come in another order; the rest is equal bit for bit."""
+    monkeypatch.setattr(captured_exact, "MAX_LATER_PAGES", 1)
+    torch.manual_seed(0)
+    new, hf_model = 60, model("llama", torch.float32)
+    ids = torch.randint(3, 199, (1, 900 + new), device="cuda")
+    given = budgets("warm", hf_model, tmp_path, page_tokens=16, rows=1) | {"codec": f"hot={codec}"}
+    for pages in (30, 200):
+        given["gpu_budget"] = roomy(hf_model, pages, copies=7)
+        got, stats, replays = logits_of(hf_model, ids, given, new, captured=captured)
+        with monkeypatch.context() as patch:
+            below(patch)
+            want, other, _ = logits_of(hf_model, ids, given, new, captured=captured)
+        if codec == "int4-importance" or not captured:
+            assert torch.equal(got, want)
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
+        assert replays == (new - 5 if captured else 0)
+        assert stats["hits"]["hot"] > 0
+        assert (stats["hits"]["warm"] > 0) == (pages == 30)
+        assert sum(stats["hits"].values()) == sum(other["hits"].values())
+        moved = [found["moved_bytes"]["warm_to_hot"] for found in (stats, other)]
+        assert moved[0] < moved[1] and (moved[0] == 0) == (pages == 200)
+
+
+def test_encoded_hot_pages_of_batches_forks_and_saved_contexts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tokens are those of the same pages in warm memory, wherever they go."""
+    hf_model = model("llama", torch.float32)
+    ids = torch.randint(3, 199, (2, 300), generator=torch.Generator().manual_seed(0)).cuda()
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+
+    def tokens(directory: Path) -> list[Any]:
+        given = budgets("cold", hf_model, directory, page_tokens=16, rows=2)
+        given |= {"gpu_budget": roomy(hf_model, 40, copies=7), "codec": "hot=int8"}
+        with tierkv.wrap(hf_model, **given, prefix_cache=True, prefill_chunk=100) as wrapped:
+            found = [wrapped.generate(ids, **how).tolist() for _ in range(2)]
+            assert wrapped.stats()["prefix"]["reused_tokens"] > 0
+            with wrapped.open("book") as context:
+                context.append(ids[:1])
+                with context.fork() as twin:
+                    found += [each.generate(**how).tolist() for each in (context, twin)]
+                context.save()
+        with tierkv.wrap(hf_model, **given) as wrapped, wrapped.open("book") as context:
+            assert context.restored_tokens > 300
+            found.append(context.generate(**how).tolist())
+            found.append(wrapped.manager.tiers.device_frames.used)
+        return found
+
+    *got, above = tokens(tmp_path / "above")
+    below(monkeypatch)
+    *want, under = tokens(tmp_path / "below")
+    assert got == want
+    assert above > 0 == under
 
 
 @pytest.mark.parametrize("kind", ["hot", "warm", "cold", "minimum"])

@@ -56,6 +56,12 @@ def test_random_problems(seed: int, device: torch.device) -> None:
     cases.check(case, device)
 
 
+@pytest.mark.parametrize(("codec", "geometry", "group"), cases.ENCODED, ids=str)
+def test_encoded_pages(codec: str, geometry: Geometry, group: int, device: torch.device) -> None:
+    for seed in range(20):
+        cases.check_encoded(codec, geometry, group, seed, device)
+
+
 def filled(device: torch.device, tokens: int) -> tuple[Arena, torch.Tensor]:
     """Return a random arena of 8 KV heads and a query of 32 heads."""
     arena = Arena.allocate(Geometry(1, 8, 128, 128, torch.bfloat16), tokens // 32, device)[0]

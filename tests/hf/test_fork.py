@@ -12,16 +12,21 @@ import tierkv
 from tests.hf.test_exact_tokens import model, prompt
 from tests.hf.test_generation import tokens
 from tests.models import tiny_model
-from tests.paging_helpers import budgets
+from tests.paging_helpers import budgets, encode_hot
 from tierkv.errors import ConfigError, HotBudgetError
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
 
 
-@pytest.mark.parametrize("kind", ["hot", "warm", "cold", "minimum"])
+@pytest.mark.parametrize("kind", ["hot", "warm", "cold", "minimum", "hot, encoded"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_forks_go_their_own_ways(name: str, kind: str, tmp_path: Path) -> None:
+def test_forks_go_their_own_ways(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both continue as contexts of their own would; closing one costs the other nothing."""
+    kind, _, encoded = kind.partition(", ")
+    if encoded:
+        encode_hot(monkeypatch)
     ids, _ = prompt("single")
     one, two = tokens(1, 21, seed=5), tokens(1, 40, seed=6)
     want = []
@@ -45,6 +50,7 @@ def test_forks_go_their_own_ways(name: str, kind: str, tmp_path: Path) -> None:
         context.close()
         assert live.live == 0
         assert wrapped.manager.hot.pages == wrapped.manager.warm.pages == 0
+        assert wrapped.stats()["tiers"]["hot"]["pages"] == 0
         assert wrapped.stats()["prefill"]["tokens"] == 150 + 21 + 40
 
 

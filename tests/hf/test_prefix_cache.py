@@ -12,7 +12,7 @@ import tierkv
 from tests.hf.test_exact_tokens import model
 from tests.hf.test_generation import tokens
 from tests.models import tiny_model
-from tests.paging_helpers import budgets
+from tests.paging_helpers import budgets, encode_hot
 from tierkv.errors import ConfigError, UnsupportedModelError, WarmBudgetError
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
@@ -173,26 +173,32 @@ def test_pages_in_the_store_are_known_to_the_next_process(tmp_path: Path) -> Non
             assert stats["prefill"]["tokens"] == 129 - stats["prefix"]["reused_tokens"]
 
 
-def test_kept_pages_give_way_to_new_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encoded", [False, True])
+def test_kept_pages_give_way_to_new_ones(
+    encoded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Out of hot they move down; before a budget error they are evicted, oldest first."""
-    hf_model = model("llama")
+    hf_model, raw = model("llama"), 0
+    if encoded:
+        encode_hot(monkeypatch)
+        raw = 6  # frames of each layer for more tails
     with tierkv.wrap(hf_model, page_tokens=16) as probe:
         page = probe.manager.geometry.page_bytes
         frame = probe.manager.geometry.frame_bytes
-    settings = {"gpu_budget": page * (3 * 12 + 6), "cpu_budget": frame * 3 * 12}
+    settings = {"gpu_budget": page * (3 * (12 + raw) + 6), "cpu_budget": frame * 3 * 12}
     with wrap("llama", "hot", tmp_path, **settings) as wrapped:
         prompts = [tokens(1, 150, seed=seed) for seed in range(4)]
         for ids in prompts:
             assert wrapped.generate(ids, **NEW).tolist() == plain("llama", ids)
-            directory, prefix = wrapped.manager.directory, wrapped.manager.prefix
+            tiers, prefix = wrapped.manager.tiers, wrapped.manager.prefix
             blocks = prefix.tree.match(ids[0, :144].numpy()).blocks
             assert len(blocks) == 9
-            assert (directory.hot[blocks] >= 0).all(), "old pages kept the new ones out of hot"
+            assert tiers.is_hot(blocks).all(), "old pages kept the new ones out of hot"
         again = prompts[2]  # it had to leave hot for the last one, and comes back
         assert wrapped.generate(again, **NEW).tolist() == plain("llama", again)
         assert wrapped.stats()["prefix"]["reused_pages"]["warm"] > 0
         blocks = prefix.tree.match(again[0, :144].numpy()).blocks
-        assert (directory.hot[blocks] >= 0).all(), "pages that nobody uses stayed hot instead"
+        assert tiers.is_hot(blocks).all(), "pages that nobody uses stayed hot instead"
         stats = wrapped.stats()
         assert stats["pages_demoted"] > 0
         assert 0 < stats["prefix"]["evicted_pages"] < 4 * 10

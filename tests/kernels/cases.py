@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from tierkv.attention import reference
-from tierkv.codecs import RAW
+from tierkv.codecs import CODECS, RAW, encoded_bytes
 from tierkv.kernels import decode
+from tierkv.kernels.decode_blocks import MIN_SPLIT_TOKENS
+from tierkv.kernels.encoded import EncodedKV
 from tierkv.kernels.merge import Partials, merge
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena
@@ -18,6 +20,19 @@ from tierkv.tiers.arena import Arena
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest error of an output, ``|out - exact| / |exact|`` over the whole tensor. The 16-bit types
 round the softmax weights and the output once each: half of 2^-10 and of 2^-7."""
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+ENCODED = [
+    ("int8", Geometry(1, 2, 128, 128, BF16, 32), 4),
+    ("int8", Geometry(1, 1, 64, 96, F32, 16), 2),
+    ("int8-channel", Geometry(1, 2, 64, 64, F16, 64), 7),
+    ("int4", Geometry(1, 2, 128, 64, BF16, 32), 16),
+    ("int4", Geometry(1, 1, 40, 24, F16, 16), 1),
+    ("int8-channel", Geometry(1, 1, 48, 64, F32, 32), 3),
+    ("fp8", Geometry(1, 2, 128, 72, BF16, 32), 4),
+    ("fp8", Geometry(1, 1, 40, 64, F32, 64), 5),
+]
+"""Codec, pages and group: all groupings and element types, both widths, dims that are padded."""
 
 LSE_TOLERANCE = 5e-4
 """Largest absolute error of a log-sum-exp."""
@@ -74,7 +89,7 @@ def check(case: Case, device: torch.device) -> None:
         hidden[rng.randrange(case.batch)] = 0
 
     # A launch may become three, and by default none makes more parts than its tokens pay for.
-    parts = case.splits or max(1, tokens // decode.MIN_SPLIT_TOKENS)
+    parts = case.splits or max(1, tokens // MIN_SPLIT_TOKENS)
     partials = Partials.allocate(3 * case.launches * parts, case.batch, heads, case.v_dim, device)
     partials.out.fill_(float("nan"))
     partials.lse.fill_(float("nan"))
@@ -179,3 +194,58 @@ def _launch(
         query.flatten(1, 2), decode.PagedKV(k_frames, v_frames), partials, slot=slot, rows=rows,
         scale=case.k_dim**-0.5, softcap=case.softcap, splits=case.splits, **arguments,
     )  # fmt: skip
+
+
+def check_encoded(
+    codec: str, geometry: Geometry, group: int, seed: int, device: torch.device
+) -> None:
+    """Attend to encoded pages, and to what they decode to: the same bits, other pages poisoned."""
+    rng, heads = random.Random(f"{codec} {seed}"), geometry.kv_heads
+    torch.manual_seed(seed)
+    layout = CODECS[codec].layout(geometry)
+    assert layout is not None
+    batch, pages, size = rng.randint(1, 3), rng.randint(2, 6), geometry.page_tokens
+    total, used = batch * pages + 2, batch * pages
+    shape = (heads, used, size)
+    k, v = (torch.randn(*shape, dim).to(geometry.dtype) for dim in (geometry.k_dim, geometry.v_dim))
+    frame_bytes = -(-encoded_bytes(CODECS[codec], geometry) // 64) * 64 + 64
+    made = torch.full((used, frame_bytes), 255, dtype=torch.uint8)
+    CODECS[codec].encode(geometry, k, v, made)
+    order = torch.randperm(total)[:used]
+    frames = torch.full((total, frame_bytes), 255, dtype=torch.uint8)
+    frames[order] = made
+    arena = Arena.allocate(geometry, total, device)[0]
+    arena.k.fill_(float("nan"))
+    arena.v.fill_(float("nan"))
+    for into, decoded in zip(
+        (arena.k_frames, arena.v_frames), CODECS[codec].decode(geometry, made), strict=True
+    ):
+        into[:, order.to(device)] = decoded.to(device)
+    query = torch.randn(batch, heads * group, geometry.k_dim).to(geometry.dtype).to(device)
+    lengths = [rng.randint(1, pages * size) for _ in range(batch)]
+    hidden = [rng.randint(0, length) for length in lengths]
+    splits = rng.randint(1, 4)
+    arguments = {
+        "slot": 0, "splits": splits, "scale": geometry.k_dim**-0.5,
+        "table": order.view(batch, pages).to(rng.choice([torch.int32, torch.int64])).to(device),
+        "tokens": torch.tensor(lengths, dtype=torch.int32, device=device),
+        "softcap": rng.choice([None, 5.0]),
+    }  # fmt: skip
+    if rng.random() < 0.5:
+        arguments["first_visible"] = torch.tensor(hidden, dtype=torch.int32, device=device)
+    found = []
+    for source in (
+        EncodedKV(layout, heads, frames.to(device)),
+        decode.PagedKV(arena.k_frames, arena.v_frames),
+    ):
+        partials = Partials.allocate(splits, batch, heads * group, geometry.v_dim, device)
+        decode.attend(query, source, partials, **arguments)
+        out = torch.empty(
+            (batch, heads * group, geometry.v_dim), dtype=geometry.dtype, device=device
+        )
+        lse = torch.empty((batch, heads * group), device=device)
+        merge(partials, splits, out, lse=lse)
+        found.append((out, lse))
+    assert bool(torch.isfinite(found[0][0]).all())
+    for encoded, raw in zip(*found, strict=True):
+        assert torch.equal(encoded, raw)

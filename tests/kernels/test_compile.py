@@ -20,7 +20,9 @@ import torch
 from tests.combinations import each
 from tierkv.codecs import CODECS
 from tierkv.kernels import build, select
-from tierkv.kernels.decode import choose_layout, constants
+from tierkv.kernels.decode import constants
+from tierkv.kernels.decode_blocks import choose_layout
+from tierkv.kernels.encoded import EncodedKV
 from tierkv.page import Geometry
 
 SHARED_MEMORY = {80: (166912, 167936), 90: (232448, 233472), 120: (101376, 102400)}
@@ -40,6 +42,17 @@ DECODE = [
     (F32, 256, 256, 16, 32),
 ]
 """Element type, K dim, V dim, group, page tokens."""
+DECODE_ENCODED = [
+    ("int8", BF16, 128, 128, 4, 32),
+    ("int8", BF16, 128, 128, 7, 32),
+    ("int4", BF16, 128, 128, 8, 32),
+    ("int8-channel", F16, 64, 64, 1, 256),
+    ("int4", BF16, 256, 256, 16, 16),
+    ("int8", F32, 96, 96, 4, 32),
+    ("fp8", BF16, 128, 128, 4, 32),
+    ("fp8", F16, 80, 64, 7, 16),
+]
+"""The same, behind the codec of the pages."""
 MERGE = [(F32, 80), (F16, 96), (BF16, 128), (BF16, 256)]
 """Element type, V dim."""
 FOLD = [(F32, BF16, F32, 128, 8), (F16, F16, BF16, 80, 4)]
@@ -80,15 +93,25 @@ def variants(capability: int) -> list[tuple[str, Defines]]:
             k_dim, v_dim, dtype.itemsize, group, block_limit=block, processor_limit=processor
         )
         found.append(("decode", constants(dtype, k_dim, v_dim, group, page_tokens, layout)))
+    for codec, dtype, k_dim, v_dim, group, page_tokens in DECODE_ENCODED:
+        page = CODECS[codec].layout(Geometry(1, 1, k_dim, v_dim, dtype, page_tokens))
+        assert page is not None
+        frames = EncodedKV(page, 1, torch.zeros(1, page.head_bytes, dtype=torch.uint8))
+        layout = choose_layout(
+            k_dim, v_dim, dtype.itemsize, group, block_limit=block, processor_limit=processor,
+            tile_bytes=frames.tile_bytes,
+        )  # fmt: skip
+        sizes = constants(dtype, k_dim, v_dim, group, page_tokens, layout)
+        found.append(("decode", sizes + frames.defines))
     for dtype, v_dim in MERGE:
         found.append(("merge", (("DTYPE", build.DTYPES[dtype]), ("V_DIM", v_dim))))
     for *dtypes, v_dim, width in FOLD:
         a, b, out = (build.DTYPES[dtype] for dtype in dtypes)
         sizes = (("V_DIM", v_dim), ("WIDTH", width))
         found.append(("fold", (("A_DTYPE", a), ("B_DTYPE", b), ("OUT_DTYPE", out), *sizes)))
-    for codec, sizes in each([codec for codec in CODECS.values() if not codec.lossless], CODEC):
+    for coding, sizes in each([codec for codec in CODECS.values() if not codec.lossless], CODEC):
         dtype, k_dim, v_dim, page_tokens = sizes
-        codec_layout = codec.layout(Geometry(1, 1, k_dim, v_dim, dtype, page_tokens))
+        codec_layout = coding.layout(Geometry(1, 1, k_dim, v_dim, dtype, page_tokens))
         assert codec_layout is not None
         found.append(("codec", codec_layout.defines))
     scoring = (("score", SCORE), ("score_bytes", SCORE_BYTES), ("score_keys", SCORE_KEYS))

@@ -15,8 +15,10 @@ from tests.combinations import pairs
 from tests.kernels import cases, emulator
 from tests.kernels.cases import Case
 from tests.kernels.test_compile import SHARED_MEMORY
-from tierkv.kernels import build, decode, merge
+from tierkv.codecs import CODECS
+from tierkv.kernels import build, decode, decode_blocks, encoded, merge
 from tierkv.kernels.build import DTYPES
+from tierkv.page import Geometry
 
 CPU = torch.device("cpu")
 
@@ -51,6 +53,37 @@ def test_emulated_kernel_equals_float64(group: int, dtype: torch.dtype, seed: in
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("codec", "geometry", "group"), cases.ENCODED, ids=str)
+def test_emulated_kernel_reads_encoded_pages(codec: str, geometry: Geometry, group: int) -> None:
+    for seed in range(2):
+        cases.check_encoded(codec, geometry, group, seed, CPU)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int4-importance"])
+def test_pages_that_attention_does_not_read_are_refused(codec: str) -> None:
+    layout = CODECS[codec].layout(Geometry(1, 2, 64, 64, torch.bfloat16, 32))
+    assert not encoded.reads(layout)
+    if layout is not None:
+        frames = torch.zeros(3, 1 << 16, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="attention does not read pages of"):
+            encoded.EncodedKV(layout, 2, frames)
+
+
+def test_frames_that_hold_no_encoded_page_are_refused() -> None:
+    layout = CODECS["int8"].layout(Geometry(1, 2, 64, 64, torch.bfloat16, 32))
+    assert layout is not None
+    size = 2 * layout.head_bytes
+    encoded.EncodedKV(layout, 2, torch.zeros(3, size, dtype=torch.uint8))
+    for wrong, message in (
+        (torch.zeros(3, size - 16, dtype=torch.uint8), f"take {size} bytes"),
+        (torch.zeros(3, size), "uint8"),
+        (torch.zeros(3, 2 * size, dtype=torch.uint8)[:, ::2], "whole chunks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encoded.EncodedKV(layout, 2, wrong)
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     ("dtype", "k_dim", "v_dim"),
     [(torch.bfloat16, 192, 128), (torch.float16, 256, 256), (torch.float32, 256, 96)],
@@ -80,7 +113,7 @@ def test_layouts_fit_every_generation() -> None:
         for dtype in DTYPES:
             for dim in (16, 64, 80, 96, 128, 192, 256):
                 for group in (1, 7, 16):
-                    layout = decode.choose_layout(
+                    layout = decode_blocks.choose_layout(
                         dim, dim, dtype.itemsize, group,
                         block_limit=block, processor_limit=processor,
                     )  # fmt: skip
@@ -89,19 +122,19 @@ def test_layouts_fit_every_generation() -> None:
 
 def test_too_large_heads_are_refused_with_numbers() -> None:
     with pytest.raises(ValueError, match="99000"):
-        decode.choose_layout(1024, 1024, 4, 16, block_limit=99000, processor_limit=100000)
+        decode_blocks.choose_layout(1024, 1024, 4, 16, block_limit=99000, processor_limit=100000)
 
 
 def test_splits_fill_the_device() -> None:
-    assert decode.choose_splits(1 << 17, 8, 264) == 33  # 264 blocks: one whole round
-    assert decode.choose_splits(1 << 17, 32, 264) == 8
+    assert decode_blocks.choose_splits(1 << 17, 8, 264) == 33  # 264 blocks: one whole round
+    assert decode_blocks.choose_splits(1 << 17, 32, 264) == 8
     for heads in range(1, 2000, 7):
-        splits = decode.choose_splits(1 << 20, heads, 264)
+        splits = decode_blocks.choose_splits(1 << 20, heads, 264)
         blocks = splits * heads
         rounds = -(-blocks // 264)
         assert blocks / (rounds * 264) >= 0.8, (heads, splits)
-    assert decode.choose_splits(600, 8, 264) == 4
-    assert decode.choose_splits(0, 8, 264) == 1
+    assert decode_blocks.choose_splits(600, 8, 264) == 4
+    assert decode_blocks.choose_splits(0, 8, 264) == 1
 
 
 def paged(**changes: Any) -> decode.PagedKV:

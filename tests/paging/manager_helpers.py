@@ -26,6 +26,7 @@ from tierkv.paging.placement import STAGING_BUFFERS, Placement, staging_bytes
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.tierset import SESSION_PREFIX
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.device_frames import DeviceFrames
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.hot import FREE, TAIL
 
@@ -61,6 +62,7 @@ def make_manager(
     chunk_frames: int | None = None,
     codec: Codec = RAW,
     residual_tokens: int = 0,
+    encoded: int | None = None,
 ) -> PageManager:
     """Make a manager with exactly these frames, poisoned, and budgets that hold no more.
 
@@ -70,21 +72,24 @@ def make_manager(
         homes: warm frames for good.
         transit: warm frames each way, if there is a store.
         chunk_frames: warm frames per piece of host memory (by default all of them fit in one).
+        encoded: frames per layer of encoded pages on the device; None where hot pages are raw.
     """
     assert store is None or staging <= transit
     each_way = transit if store is not None else 0
     page = geometry.page_bytes
     total = staging_bytes(staging, page, page, cuda=False)
-    place = Placement(hot, staging, total, homes, each_way, each_way)
+    place = Placement(hot, staging, total, homes, each_way, each_way, device_frames=encoded or 0)
+    frame = FrameFormat(geometry, codec, on_disk=store is not None).frame_bytes
     with mock.patch.object(Placement, "choose", return_value=place):
         manager = PageManager(
             geometry,
             torch.device("cpu"),
-            gpu_budget=place.hot_bytes(geometry),
+            gpu_budget=place.hot_bytes(geometry, frame),
             cpu_budget=(homes + 2 * each_way) * FrameFormat(geometry, codec).frame_bytes,
             cold=store,
             io_threads=io_threads,
             codec=codec,
+            encode_hot=encoded is not None,
             residual_tokens=residual_tokens,
         )
     manager.transfer.min_read_bytes = 1  # several threads read even pages as small as these
@@ -119,7 +124,11 @@ def poison(manager: PageManager) -> None:
 
     manager.hot.give = poisoned_hot  # type: ignore[method-assign]
     manager.lookahead._finish = poisoned_staging  # type: ignore[method-assign]
-    for pool in (manager.warm.homes, manager.warm.inbound, manager.warm.outbound):
+    warm, device = manager.warm, manager.tiers.device_frames
+    device.memory.fill_(255)
+    for pool in device.pools:
+        pool.give = _poisoned_device(device, pool.give)  # type: ignore[method-assign]
+    for pool in (warm.homes, warm.inbound, warm.outbound):
         pool.give = _poisoned_warm(manager, pool.give)  # type: ignore[method-assign]
 
 
@@ -127,6 +136,14 @@ def _poisoned_warm(manager: PageManager, give: Any) -> Any:
     def poisoned(frames: Any) -> None:
         for frame in frames.tolist():
             manager.warm.payload(frame)[:] = b"\xff" * manager.warm.frame_bytes
+        give(frames)
+
+    return poisoned
+
+
+def _poisoned_device(device: DeviceFrames, give: Any) -> Any:
+    def poisoned(frames: Any) -> None:
+        device.memory[torch.as_tensor(frames)] = 255
         give(frames)
 
     return poisoned
@@ -296,7 +313,9 @@ def check_books(manager: PageManager, batches: list[Batch]) -> None:
     """Check what must hold at any moment: budgets, owners, references, no page lost."""
     g, directory, hot, warm = manager.geometry, manager.directory, manager.hot, manager.warm
     staging = sum(arena.frames for arena in manager.transfer.staging)
-    assert (g.layers * hot.frames_per_layer + staging) * g.page_bytes <= manager.tiers.gpu_budget
+    device = manager.tiers.device_frames
+    taken = (g.layers * hot.frames_per_layer + staging) * g.page_bytes + device.memory.numel()
+    assert taken <= manager.tiers.gpu_budget
     assert hot.pages <= g.layers * hot.frames_per_layer
     assert warm.taken_bytes <= manager.tiers.cpu_budget
     if manager.cold is not None:
@@ -325,7 +344,8 @@ def check_books(manager: PageManager, batches: list[Batch]) -> None:
             assert hot.free(layer) == (owned == FREE).sum()
         frames = directory.warm[directory.warm != NOWHERE].tolist()
         assert len(set(frames)) == len(frames), "a warm frame has two owners"
-        assert warm.homes.used == sum(frame < warm.homes.capacity for frame in frames)
+        assert device.used == sum(frame < warm.first for frame in frames)
+        assert warm.homes.used == sum(warm.first <= f < warm.inbound_start for f in frames)
         outbound = {frame for frame in frames if frame >= warm.outbound_start}
         assert not outbound & manager.outflow._orphans
         assert warm.outbound.used == len(outbound | manager.outflow._orphans)
@@ -342,7 +362,7 @@ def check_empty(manager: PageManager) -> None:
         assert not manager.outflow._queued
         assert not manager.outflow._pinned
         assert not manager.outflow._orphans
-        assert manager.warm.pages == 0
+        assert manager.warm.pages == manager.tiers.device_frames.used == 0
         assert manager.outflow._homes_used == [0] * manager.geometry.layers
     assert sorted(manager.lookahead._free_buffers) == list(range(STAGING_BUFFERS))
     if manager.cold is not None:

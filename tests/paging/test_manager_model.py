@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -35,6 +36,7 @@ from tests.paging.manager_helpers import (
 )
 from tierkv.errors import BudgetError
 from tierkv.page import Geometry
+from tierkv.paging.descent import demote
 from tierkv.paging.manager import PageManager
 
 MAX_OPEN = 3
@@ -45,7 +47,10 @@ COUNTS = st.one_of(st.integers(1, 50), st.sampled_from([1, TOKENS - 1, TOKENS, T
 
 
 class PageManagerMachine(RuleBasedStateMachine):
-    """Appends, beams, crops, forks and closes over budgets from the minimum to a few pages."""
+    """Appends, beams, crops, forks and closes over budgets from the minimum to a few pages.
+
+    Where hot pages are encoded, it is by the raw codec: they must be the same to the bit, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +72,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         hot=st.integers(1, 8),
         staging=st.integers(1, 6),
         homes=st.integers(1, 12),
+        encoded=st.sampled_from([None, None, 0, 1, 4]),
         more_transit=st.integers(0, 4),
         disk=st.sampled_from([None, 300 << 10, 64 << 20, 64 << 20]),
         by_placement=st.booleans(),
@@ -81,6 +87,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         hot: int,
         staging: int,
         homes: int,
+        encoded: int | None,
         more_transit: int,
         disk: int | None,
         by_placement: bool,
@@ -96,10 +103,11 @@ class PageManagerMachine(RuleBasedStateMachine):
             self.manager = PageManager(
                 geometry,
                 torch.device("cpu"),
-                gpu_budget=geometry.page_bytes * (geometry.layers * hot + 3),
+                gpu_budget=geometry.page_bytes * (geometry.layers * (hot + (encoded or 0)) + 3),
                 cpu_budget=geometry.frame_bytes * (homes + 2),
                 cold=store,
                 io_threads=2,
+                encode_hot=encoded is not None,
             )
             poison(self.manager)
         else:
@@ -109,6 +117,7 @@ class PageManagerMachine(RuleBasedStateMachine):
                 hot=hot,
                 staging=staging,
                 homes=homes,
+                encoded=encoded,
                 transit=staging + more_transit,
                 chunk_frames=chunk_frames,
             )
@@ -226,6 +235,16 @@ class PageManagerMachine(RuleBasedStateMachine):
     def crop(self, at: int, length: int) -> None:
         batch = self.pick(at)
         batch.crop(length % (batch.length + 1))
+
+    @rule(at=AT, length=LENGTHS)
+    def demote(self, at: int, length: int) -> None:
+        """As the prefix cache does with pages that nobody uses, raw and encoded ones."""
+        batch = self.pick(at)
+        pages = batch.sequences.blocks[:, : batch.length // TOKENS]
+        try:
+            demote(self.manager, np.unique(pages[:, : length % (pages.shape[1] + 1)]))
+        except BudgetError:
+            batch.check()
 
     @rule(at=AT)
     def check(self, at: int) -> None:

@@ -47,16 +47,23 @@ def smallest(geometry: Geometry, *, cuda: bool) -> int:
     st.booleans(),
     st.booleans(),
     st.sampled_from([1, 2, 4]),
+    st.sampled_from([None, None, 1, 5]),
 )
 def test_budgets_are_never_exceeded(
-    geometry: Geometry, gpu_budget: int, cpu_budget: int, has_cold: bool, cuda: bool, less: int
+    geometry: Geometry,
+    gpu_budget: int,
+    cpu_budget: int,
+    has_cold: bool,
+    cuda: bool,
+    less: int,
+    raw_pages: int | None,
 ) -> None:
-    """Also where pages below hot take a half or a quarter of the bytes."""
+    """Also where pages below hot, or all but a few, take a half or a quarter of the bytes."""
     frame, page = geometry.frame_bytes // less, geometry.page_bytes
     try:
         place = Placement.choose(
             geometry, gpu_budget=gpu_budget, cpu_budget=cpu_budget, has_cold=has_cold, cuda=cuda,
-            frame_bytes=frame,
+            frame_bytes=frame, raw_pages=raw_pages,
         )  # fmt: skip
     except HotBudgetError:
         assert gpu_budget < smallest(geometry, cuda=cuda)
@@ -65,7 +72,11 @@ def test_budgets_are_never_exceeded(
         assert has_cold
         assert cpu_budget < 3 * frame
         return
-    assert place.hot_bytes(geometry) <= gpu_budget
+    assert place.hot_bytes(geometry, frame) <= gpu_budget
+    if raw_pages is None:
+        assert not place.device_frames
+    elif place.hot_frames < raw_pages:  # what one sequence needs comes first, and nothing is left
+        assert gpu_budget - place.hot_bytes(geometry) < page * geometry.layers + place.staging_bytes
     assert place.staging_bytes == staging_bytes(place.staging_pages, page, min(page, frame), cuda)
     assert place.hot_frames >= 1
     assert place.staging_pages >= 1

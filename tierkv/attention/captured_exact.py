@@ -2,12 +2,14 @@
 
 What was streamed when a step was captured is copied by the copy engine, block by block, at fixed
 addresses. Pages sealed since are fetched by a kernel that reads their number and addresses from
-device memory; when they have become too many, the step is captured anew.
+device memory; when they have become too many, the step is captured anew. Encoded pages on the
+device are attended where they lie, too, if there is a kernel for their codec; else they are decoded
+among the streamed ones.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from tierkv.attention.step_numbers import StepNumbers
 from tierkv.errors import ConfigError
 from tierkv.kernels import decode
 from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.decode_blocks import MIN_SPLIT_TOKENS
 from tierkv.kernels.gather import Fetches
 from tierkv.kernels.merge import Partials, merge
 from tierkv.paging.directory import Blocks
@@ -33,10 +36,21 @@ MAX_LATER_PAGES = 128
 """Pages of a layer that may be streamed beyond those of the captured copies."""
 
 
+class Divided(NamedTuple):
+    """What a plan calls streamed: encoded pages on the device, and positions that are streamed.
+
+    frames: ``[batch, n]``, those of the former; in_order: they are the first pages of all.
+    """
+
+    frames: Frames
+    in_order: bool
+    streamed: Blocks
+
+
 class CapturedExact:
     """Fixed memory of the exact layers of sequences that run together.
 
-    Of several sequences, or of one with padding, all pages have to be hot.
+    Of several sequences, or of one with padding, no page may be streamed.
 
     Attributes:
         outgrown: more is streamed than the captured step reads; `renew` before capturing it anew.
@@ -66,18 +80,24 @@ class CapturedExact:
 
         self.padding, batch = padding, max(sequences.batch, 1)
         self.tables = zeros(layers, batch, max_pages)
-        self.later_tokens = zeros(layers, batch)
+        self.later_tokens, self.encoded_tokens, self.hidden = zeros(3, layers, batch)
+        encoded = manager.tiers.device_frames
+        self._frames = manager.tiers.format.attended(encoded.memory) if encoded.share else None
+        self.encoded_tables = zeros(layers, batch, max_pages if self._frames else 0)
+        raw_tokens = manager.hot.frames_per_layer * manager.geometry.page_tokens
+        self._raw_splits = min(MAX_SPLITS, -(-raw_tokens // MIN_SPLIT_TOKENS))
         self.addresses = zeros(layers, later, dtype=torch.int64)
         order = torch.arange(later, dtype=torch.int32, device=device).repeat(heads, 1)
         counts = zeros(layers, heads)
         self.fetches = [Fetches(order, order, counts[layer]) for layer in range(layers)]
         self.outgrown = False
         self._plans: dict[int, Plan] = {}
+        self._divided: dict[int, tuple[Plan, Divided]] = {}
         self._told: Plan | None = None  # layer 0's, once the device knows the plans of all layers
         self._captured: list[Frames] = [np.zeros(0, dtype=np.int64)] * layers
         self._block_pages: list[list[int]] = [[]] * layers
         self._resident = np.zeros((layers, 1), dtype=np.int32)
-        self._streams, self._streamed = False, 0
+        self._streams, self._streamed, self._encoded = False, 0, 0
         self._copies: StagedCopies | None = None
         self._partials: Partials | None = None
         self._query: torch.Tensor | None = None
@@ -93,10 +113,15 @@ class CapturedExact:
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is self._plans.get(layer) or not len(plan.streamed):
                 continue
+            parts = self._divide(layer, plan)
+            if self.padding is not None and not parts.in_order:
+                return f"pages of layer {layer} are raw and encoded by turns, with padding before"
+            if not len(parts.streamed):
+                continue
             if len(self.tables[layer]) > 1 or self.padding is not None:
-                pages = f"{len(plan.streamed)} pages of layer {layer}"
+                pages = f"{len(parts.streamed)} pages of layer {layer}"
                 return f"{pages} are streamed, to a batch; raise gpu_budget"
-            if (self._homes(layer, plan.streamed) < 0).any():
+            if (self._homes(layer, parts.streamed) < 0).any():
                 return f"layer {layer} is exact and has pages on disk, which take the host to read"
             try:
                 self.manager.tiers.format.check_fetch()
@@ -119,7 +144,11 @@ class CapturedExact:
                 if plan is not self._plans.get(layer):
                     self._set_pages(layer, plan)
                     self._plans[layer] = plan
-            self._streamed = sum(len(plan.streamed) for plan in self._plans.values())
+            parts = {layer: self._divide(layer, plan) for layer, plan in self._plans.items()}
+            homes = [self._homes(layer, part.streamed) for layer, part in parts.items()]
+            here = sum(int(self.manager.warm.on_device(frames).sum()) for frames in homes)
+            self._streamed = sum(map(len, homes)) - here
+            self._encoded = here + sum(part.frames.size for part in parts.values())
             room = self.addresses.shape[1] if self._streams else 0
             later = [self._later(layer, plan) for layer, plan in self._plans.items()]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
@@ -130,20 +159,19 @@ class CapturedExact:
     def renew(self) -> None:
         """Prepare for capturing a step: it has copies of all that is streamed now."""
         manager = self.manager
-        blocks, most = [], 0
+        blocks, step = [], manager.placement.staging_pages
         for layer in range(self.layers):
-            streamed = self._plans[layer].streamed
-            self._captured[layer] = self._homes(layer, streamed)
-            staged = self._plans[layer].staged
-            self._block_pages[layer] = [len(part.positions) for part in staged]
-            for part in staged:
-                frames = self._homes(layer, part.positions)
-                blocks.append(manager.transfer.spans(np.arange(len(frames)), frames))
-            most = max(most, len(staged))
+            frames = self._homes(layer, self._divide(layer, self._plans[layer]).streamed)
+            self._captured[layer] = frames
+            parts = [frames[at : at + step] for at in range(0, len(frames), step)]
+            self._block_pages[layer] = list(map(len, parts))
+            blocks += [manager.transfer.spans(np.arange(len(part)), part) for part in parts]
             self._set_pages(layer, self._plans[layer])
+        most = max(map(len, self._block_pages), default=0)
         self._streams, self.outgrown = bool(blocks), False
         self._copies = manager.transfer.staged_copies(blocks)
-        self._slots = MAX_SPLITS + (STREAMED_SPLITS * (most + 1) if blocks else 0)
+        self._slots = self._raw_splits + (MAX_SPLITS if self._frames else 0)
+        self._slots += STREAMED_SPLITS * (most + 1) if blocks else 0
         self._partials = None
 
     def start(self) -> None:
@@ -159,7 +187,7 @@ class CapturedExact:
     def count(self) -> None:
         """Count the lookups of a step that was replayed."""
         stats = self.manager.stats
-        stats.hits_hot += int(self._resident.sum()) * self.tables.shape[1]
+        stats.hits_hot += int(self._resident.sum()) * self.tables.shape[1] + self._encoded
         stats.hits_warm += self._streamed
         stats.warm_to_hot_bytes += self._streamed * self.manager.tiers.format.page_bytes
 
@@ -184,10 +212,18 @@ class CapturedExact:
                 self._slots, batch, heads, geometry.v_dim, query.device
             )
         settings: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        padded = self.padding is not None
         slot = self._read(
             self.manager.hot.arenas[layer], 0, tokens=self.tokens[layer],
-            table=self.tables[layer], max_splits=MAX_SPLITS, first_visible=self.padding, **settings,
+            table=self.tables[layer], max_splits=self._raw_splits,
+            first_visible=self.hidden[layer] if padded else None, **settings,
         )  # fmt: skip
+        if self._frames is not None:
+            slot = decode.attend(
+                query, self._frames, self._partials, slot=slot, tokens=self.encoded_tokens[layer],
+                table=self.encoded_tables[layer], max_splits=MAX_SPLITS,
+                first_visible=self.padding, **settings,
+            )  # fmt: skip
         settings["max_splits"] = STREAMED_SPLITS
         if self._streams:
             slot = self._read_later(layer, slot, settings)
@@ -220,20 +256,41 @@ class CapturedExact:
         table = torch.from_numpy(frames).to(self.tables.device)
         self.tables[layer, :, : frames.shape[1]] = table
         self._resident[layer] = frames.shape[1] - 1
+        encoded, page_tokens = self._divide(layer, plan).frames, self.manager.geometry.page_tokens
+        if self._frames is not None:
+            table = torch.from_numpy(encoded.astype(np.int32)).to(self.tables.device)
+            self.encoded_tables[layer, :, : encoded.shape[1]] = table
+            self.encoded_tokens[layer].fill_(encoded.shape[1] * page_tokens)
+        if self.padding is not None:  # the raw pages come after those
+            self.hidden[layer] = (self.padding - encoded.shape[1] * page_tokens).clamp_min(0)
         later = self._later(layer, plan)
         if later is None or len(later) > self.addresses.shape[1]:
             return  # the step will be captured anew
         if len(later):
-            hosts = self.manager.warm.addresses(self._homes(layer, later))
-            self.addresses[layer, : len(later)] = torch.from_numpy(hosts).to(self.tables.device)
+            places = self.manager.warm.addresses(self._homes(layer, later))
+            self.addresses[layer, : len(later)] = torch.from_numpy(places).to(self.tables.device)
         self.fetches[layer].counts.fill_(len(later))
-        self.later_tokens[layer].fill_(len(later) * self.manager.geometry.page_tokens)
+        self.later_tokens[layer].fill_(len(later) * page_tokens)
 
     def _later(self, layer: int, plan: Plan) -> Blocks | None:
         """Return the positions streamed beyond the captured copies; None if those do not fit."""
-        streamed, captured = plan.streamed, self._captured[layer]
+        streamed, captured = self._divide(layer, plan).streamed, self._captured[layer]
         homes = self._homes(layer, streamed[: len(captured)])
         return streamed[len(captured) :] if np.array_equal(homes, captured) else None
+
+    def _divide(self, layer: int, plan: Plan) -> Divided:
+        """Divide what a plan calls streamed."""
+        known = self._divided.get(layer)
+        if known is not None and known[0] is plan:
+            return known[1]
+        warm, streamed = self.manager.warm, plan.streamed
+        frames = self.manager.directory.warm[self.sequences.blocks[:, streamed], layer]
+        here = warm.on_device(frames).all(axis=0) & (self._frames is not None)
+        positions = streamed[here]
+        in_order = np.array_equal(positions, np.arange(len(positions)))
+        parts = Divided(frames[:, here], in_order, streamed[~here])
+        self._divided[layer] = plan, parts
+        return parts
 
     def _known(self, past: int) -> bool:
         """Whether all layers look up what they did before; their plans are remade together."""
@@ -246,6 +303,6 @@ class CapturedExact:
         )
 
     def _homes(self, layer: int, positions: Blocks) -> Frames:
-        """Return the warm home of each page, -1 for what has none."""
+        """Return the home of each encoded page, -1 for what has none."""
         frames = self.manager.directory.warm[self.sequences.blocks[0, positions], layer]
-        return np.where(frames < self.manager.warm.homes.capacity, frames, -1)
+        return np.where(frames < self.manager.warm.inbound_start, frames, -1)

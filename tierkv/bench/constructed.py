@@ -171,7 +171,7 @@ def homes(tier_cache: Any, context: Needles, index: int) -> dict[str, int]:
     page_tokens, start = manager.geometry.page_tokens, context.starts[index]
     last = start + len(context.answers[index])
     blocks = tier_cache.sequences.blocks[0, start // page_tokens : last // page_tokens + 1]
-    hot = manager.directory.hot[blocks] != NOWHERE
+    hot = manager.tiers.is_hot(blocks)
     warm = (manager.directory.warm[blocks] != NOWHERE) & ~hot
     cold = manager.directory.cold[blocks] & ~hot & ~warm
     return {"hot": int(hot.sum()), "warm": int(warm.sum()), "cold": int(cold.sum())}

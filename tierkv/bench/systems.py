@@ -111,7 +111,10 @@ class Systems:
             }
             cache.close()
             row["prefill_seconds"] = self._prefill(wrapped, tokens)
-        return row | {"ceiling": self._ceiling(row, tokens)}
+        kv = tokens * self.geometry.token_bytes
+        if parse_codecs(codec).hot != "raw":
+            kv = sum(tiers.values())
+        return row | {"ceiling": self._ceiling(row, kv)}
 
     def step_of(self, wrapped: api.TieredModel, cache: Any, tokens: int) -> Step:
         """Return what decodes a token: a replayed step where `generate` would replay one."""
@@ -158,10 +161,10 @@ class Systems:
             self.say(f"no timeline: {error}", 1, 1)
             return None
 
-    def _ceiling(self, row: dict[str, Any], tokens: int) -> dict[str, Any]:
-        """Return what bounds a step: the link, the disk, or reading device memory."""
+    def _ceiling(self, row: dict[str, Any], kv: int) -> dict[str, Any]:
+        """Return what bounds a step: the link, the disk, or reading `kv` bytes and the weights from
+        device memory."""
         limits, moved = self.limits, row["bytes_per_token"]
-        kv = tokens * self.geometry.token_bytes
         memory_ms = 1e3 * (self.read_bytes + kv) / limits.device_memory
         bounds = {"memory": memory_ms, "disk": 0.0}
         bounds["link"] = 1e3 * moved.get("warm_to_hot", 0) / limits.host_to_device
@@ -188,7 +191,9 @@ class Systems:
             return None
         ids, chunk = self._prompt(tokens), self._chunk_tokens()
         warm = wrapped.cache()
-        hot = wrapped.manager.hot.frames_per_layer if wrapped.manager else 0
+        manager, hot = wrapped.manager, 0
+        if manager is not None:
+            hot = manager.hot.frames_per_layer + manager.tiers.device_frames.share
         warmup = min(hot * self.geometry.page_tokens, tokens // 2) + 2 * chunk
         wrapped.prefill(ids[:, :warmup], warm)
         warm.close()
@@ -213,7 +218,7 @@ class Systems:
         cache = shapes.stock_cache(self.model)
         row = self._baseline(cache, tokens, self.options.steps)
         row |= {"hot_bytes": kv, "warm_bytes": 0, "cold_bytes": 0, "bytes_per_token": {}}
-        row["ceiling"] = self._ceiling(row, tokens)
+        row["ceiling"] = self._ceiling(row, tokens * self.geometry.token_bytes)
         del cache
         memory.give_back()
         if tokens <= self.options.prefill_tokens:
@@ -235,7 +240,7 @@ class Systems:
         row = self._baseline(cache, tokens, self.options.offloaded_steps)
         moved = {"warm_to_hot": kv, "hot_to_warm": kv}  # by its construction, all of it each way
         row |= {"hot_bytes": 0, "warm_bytes": kv, "cold_bytes": 0, "bytes_per_token": moved}
-        return row | {"ceiling": self._ceiling(row, tokens)}
+        return row | {"ceiling": self._ceiling(row, tokens * self.geometry.token_bytes)}
 
     def _baseline(self, cache: Any, tokens: int, steps: int) -> dict[str, Any]:
         self.say("fill", 0, 1)

@@ -1,4 +1,4 @@
-"""How pages are stored in warm memory and on disk. One codec per file; adding one = one line."""
+"""How pages are stored in a tier. One codec per file; adding one = one line."""
 
 from __future__ import annotations
 

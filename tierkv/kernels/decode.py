@@ -11,27 +11,18 @@ end makes the output of the layer:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from tierkv.kernels.build import BLOCK_RESERVE, DTYPES, Kernel, kernel, shared_memory
+from tierkv.kernels.build import DTYPES, Kernel, kernel, shared_memory
+from tierkv.kernels.decode_blocks import TILE, Layout, choose_layout, choose_splits
 from tierkv.kernels.merge import Partials
 from tierkv.page import Geometry
-from tierkv.units import round_up
-
-TILE = 16
-"""Tokens a warp takes at once."""
 
 MAX_GROUP = 16
 """Query heads per KV head."""
-
-MIN_SPLIT_TOKENS = 128
-"""Tokens for which a further block pays: four warps, two tiles each."""
-
-EFFICIENT = 0.95
-"""Share of the device's block places in use that is good enough."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,71 +57,67 @@ class PagedKV:
             if tensor.data_ptr() % 16:
                 raise ValueError(f"{name} does not start at a multiple of 16 bytes")
 
+    @property
+    def sizes(self) -> Sizes:
+        """See `Pages`."""
+        heads, frames, page_tokens, k_dim = self.k.shape
+        return Sizes(heads, frames, page_tokens, k_dim, self.v.shape[3], self.k.dtype)
 
-class Layout(NamedTuple):
-    """How a block is built: warps, tiles a warp holds, and shared memory in bytes."""
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """See `Pages`."""
+        return self.k, self.v
 
-    warps: int
-    stages: int
-    shared_bytes: int
+    @property
+    def places(self) -> tuple[int, ...]:
+        """See `Pages`."""
+        k, v = self.k, self.v
+        return k.data_ptr(), *k.stride()[:2], v.data_ptr(), *v.stride()[:2]
 
+    @property
+    def tile_bytes(self) -> int:
+        """See `Pages`."""
+        return 0
 
-def choose_layout(
-    k_dim: int, v_dim: int, itemsize: int, group: int, *, block_limit: int, processor_limit: int
-) -> Layout:
-    """Return the layout that keeps most bytes in flight: two blocks of three or four stages on a
-    multiprocessor if they fit, else one block.
-
-    Args:
-        block_limit: largest shared memory of a block, in bytes.
-        processor_limit: shared memory of a multiprocessor, in bytes.
-    """
-    half = min(block_limit, processor_limit // 2 - BLOCK_RESERVE)
-    for warps, stages, limit in (
-        (4, 4, half),
-        (4, 3, half),
-        (4, 4, block_limit),
-        (4, 3, block_limit),
-        (4, 2, block_limit),
-        (2, 3, block_limit),
-        (2, 2, block_limit),
-        (1, 2, block_limit),
-    ):
-        needed = shared_bytes(k_dim, v_dim, itemsize, group, warps, stages)
-        if needed <= limit:
-            return Layout(warps, stages, needed)
-    raise ValueError(
-        f"head dims {k_dim} and {v_dim} of {itemsize} bytes with {group} query heads per KV head "
-        f"need {needed} bytes of shared memory, a block has {block_limit}"
-    )
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """See `Pages`."""
+        return ()
 
 
-def shared_bytes(k_dim: int, v_dim: int, itemsize: int, group: int, warps: int, stages: int) -> int:
-    """Return the shared memory of a block in bytes; ``cuda/decode.cu`` checks it."""
-    if itemsize == 4:
-        width, query = k_dim + v_dim + 8, group * k_dim + warps * TILE * round_up(group, 4)
-    else:
-        width, query = round_up(k_dim, 16) + round_up(v_dim, 16) + 16, 0
-    tiles = warps * stages * TILE * width * itemsize
-    return max(query * 4 + tiles, warps * group * (v_dim + 2) * 4)
+class Sizes(NamedTuple):
+    """What frames hold."""
+
+    kv_heads: int
+    frames: int
+    page_tokens: int
+    k_dim: int
+    v_dim: int
+    dtype: torch.dtype
 
 
-def choose_splits(tokens: int, pairs: int, blocks_at_once: int) -> int:
-    """Return into how many splits the tokens of a sequence go.
+class Pages(Protocol):
+    """Frames that the kernel reads: raw ones (`PagedKV`) or encoded ones (`EncodedKV`)."""
 
-    As few as fill the device: the blocks of all `pairs` of a sequence and a KV head should come to
-    whole rounds of `blocks_at_once`, and no split is so small that starting it costs more.
-    """
-    best, best_use = 1, 0.0
-    for rounds in range(1, 9):
-        splits = max(1, rounds * blocks_at_once // pairs)
-        blocks = splits * pairs
-        use = blocks / round_up(blocks, blocks_at_once)
-        if use > best_use:
-            best, best_use = splits, use
-        if best_use >= EFFICIENT:
-            break
-    return min(best, max(1, tokens // MIN_SPLIT_TOKENS))
+    @property
+    def sizes(self) -> Sizes:
+        """What the frames hold."""
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """The tensors they lie in."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Addresses and strides as the kernel takes them."""
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of an encoded tile; 0 where pages are raw."""
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Further macros."""
 
 
 def supports(geometry: Geometry, heads: int, device: torch.device) -> bool:
@@ -171,7 +158,7 @@ class Launch:
         self.kernel.launch(self.grid, self.arguments)
 
 
-def attend(query: torch.Tensor, pages: PagedKV, partials: Partials, **arguments: Any) -> int:
+def attend(query: torch.Tensor, pages: Pages, partials: Partials, **arguments: Any) -> int:
     """Prepare and run once; see `prepare`. Return the next free slot."""
     launch = prepare(query, pages, partials, **arguments)
     launch.run()
@@ -180,7 +167,7 @@ def attend(query: torch.Tensor, pages: PagedKV, partials: Partials, **arguments:
 
 def prepare(
     query: torch.Tensor,
-    pages: PagedKV,
+    pages: Pages,
     partials: Partials,
     *,
     slot: int,
@@ -219,13 +206,11 @@ def prepare(
         ValueError: an argument does not fit; says which and how.
         KernelsUnavailableError: the kernel cannot be compiled here.
     """
-    k, v = pages.k, pages.v
-    kv_heads, frames, page_tokens, k_dim = k.shape
-    v_dim, device = v.shape[3], query.device
-    if query.ndim != 3 or query.shape[2] != k_dim or query.dtype != k.dtype:
+    kv_heads, frames, page_tokens, k_dim, v_dim, dtype = pages.sizes
+    device = query.device
+    if query.ndim != 3 or query.shape[2] != k_dim or query.dtype != dtype:
         raise ValueError(
-            f"query must be [batch, heads, {k_dim}] {k.dtype}, "
-            f"got {tuple(query.shape)} {query.dtype}"
+            f"query must be [batch, heads, {k_dim}] {dtype}, got {tuple(query.shape)} {query.dtype}"
         )
     batch, heads = query.shape[:2]
     group = heads // kv_heads
@@ -261,7 +246,7 @@ def prepare(
                 f"{name} must be contiguous int32 {' or '.join(map(str, shapes))}, "
                 f"got {tuple(tensor.shape)} {tensor.dtype}"
             )
-    held = (query, k, v, table, lengths, first_visible, partials.out, partials.lse)
+    held = (query, *pages.memory, table, lengths, first_visible, partials.out, partials.lse)
     for tensor in held:
         if tensor is not None and tensor.device != device:
             raise ValueError(f"tensors must be on one device: {device} and {tensor.device}")
@@ -274,7 +259,7 @@ def prepare(
             f"{tokens} tokens from frame {first_frame}, {row_frames} frames a sequence, do not fit "
             f"the {room} tokens that are there"
         )
-    compiled = _compile(k.dtype, k_dim, v_dim, group, page_tokens, device)
+    compiled = _compile(pages, group, device)
     if splits is None:
         most = int(tokens) if lengths is None else room
         splits = choose_splits(most, count * kv_heads, compiled.blocks_at_once)
@@ -286,12 +271,7 @@ def prepare(
         np.int64(query.data_ptr()),
         np.int64(query.stride(0)),
         np.int64(query.stride(1)),
-        np.int64(k.data_ptr()),
-        np.int64(k.stride(0)),
-        np.int64(k.stride(1)),
-        np.int64(v.data_ptr()),
-        np.int64(v.stride(0)),
-        np.int64(v.stride(1)),
+        *map(np.int64, pages.places),
         np.int64(_address(table)),
         np.int32(0 if table is None else table.itemsize),
         np.int64(table_stride),
@@ -333,17 +313,12 @@ def constants(
     )
 
 
-def _compile(
-    dtype: torch.dtype, k_dim: int, v_dim: int, group: int, page_tokens: int, device: torch.device
-) -> Kernel:
+def _compile(pages: Pages, group: int, device: torch.device) -> Kernel:
+    _, _, page_tokens, k_dim, v_dim, dtype = pages.sizes
     block_limit, processor_limit = shared_memory(device)
     layout = choose_layout(
-        k_dim,
-        v_dim,
-        dtype.itemsize,
-        group,
-        block_limit=block_limit,
-        processor_limit=processor_limit,
-    )
-    defines = constants(dtype, k_dim, v_dim, group, page_tokens, layout)
+        k_dim, v_dim, dtype.itemsize, group, block_limit=block_limit,
+        processor_limit=processor_limit, tile_bytes=pages.tile_bytes,
+    )  # fmt: skip
+    defines = constants(dtype, k_dim, v_dim, group, page_tokens, layout) + pages.defines
     return kernel("decode", "attend_pages", defines, device, layout.warps * 32, layout.shared_bytes)

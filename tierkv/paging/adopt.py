@@ -12,6 +12,7 @@ from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.edit import fresh_tails, read_pages
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
+from tierkv.paging.promotion import promote_encoded
 from tierkv.paging.sequences import Sequences
 from tierkv.paging.turns import take_note
 from tierkv.tiers.arena import Arena
@@ -113,13 +114,15 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
         ColdReadError: a page could not be read; what was brought up before stays.
     """
     manager.transfer.wait_replay()  # what follows gives warm homes away, and reads into others
-    if homed := manager.hot.homed:
-        below = blocks[(manager.directory.hot[blocks][:, homed] == NOWHERE).any(axis=1)]
-        room = min(manager.hot.homes_free(layer) for layer in homed)
+    tiers = manager.tiers
+    if layers := tiers.hot_layers:
+        below = blocks[~tiers.is_hot(blocks)[:, layers].all(axis=1)]
+        room = min(map(tiers.hot_room, layers))
         if manager.prefix is not None and len(below) > room:
             manager.prefix.leave_hot(len(below) - room)
-            room = min(manager.hot.homes_free(layer) for layer in homed)
-        _promote_hot(manager, below[:room])
+            room = min(map(tiers.hot_room, layers))
+        encoded = tiers.device_frames.share > 0
+        (promote_encoded if encoded else _promote_hot)(manager, below[:room])
     if manager.cold is not None:
         _promote_warm(manager, blocks)
 

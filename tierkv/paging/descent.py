@@ -25,8 +25,9 @@ def make_room(manager: PageManager, down: Callable[[], list[int]]) -> list[int]:
         ColdWriteError: an earlier write to disk failed, and again just now.
     """
     if manager.prefix is not None:
-        need = down()
-        if pages := max((need[layer] for layer in manager.hot.homed), default=0):
+        need, encoded = down(), manager.tiers.device_frames
+        over = [need[layer] - encoded.free(layer) for layer in manager.tiers.hot_layers]
+        if (pages := max(over, default=0)) > 0:
             manager.prefix.leave_hot(pages)
     while True:
         need = down()
@@ -46,13 +47,35 @@ def demote(manager: PageManager, blocks: Blocks) -> None:
         WarmBudgetError, DiskBudgetError: no room there; nothing was moved.
         ColdWriteError: a write to disk failed; what was not moved yet stays hot.
     """
-    directory, every = manager.directory, range(manager.geometry.layers)
+    directory, warm, every = manager.directory, manager.warm, range(manager.geometry.layers)
     hot = [blocks[directory.hot[blocks, layer] != NOWHERE] for layer in every]
+
+    def encoded(layer: int) -> Blocks:
+        return blocks[warm.on_device(directory.warm[blocks, layer])]
+
     with manager.tiers.changed:
-        down = [int((~directory.is_below(hot[layer], layer)).sum()) for layer in every]
-    manager.outflow.check_room(down)
+        down = [
+            int((~directory.is_below(hot[layer], layer)).sum())
+            + int((~directory.cold[encoded(layer), layer]).sum())
+            for layer in every
+        ]
+    manager.outflow.check_room([0] * len(down), down)
     for layer in every:
         move_down(manager, layer, hot[layer])
+        sink(manager, layer, encoded(layer))
+
+
+def sink(manager: PageManager, layer: int, blocks: Blocks) -> None:
+    """Move encoded pages of one layer from the device to the tiers below, as they are."""
+    if not len(blocks):
+        return
+    manager.lookahead.cancel()
+    manager.placement_epoch += 1
+    before = manager.tiers.device_frames.free(layer)
+    try:
+        manager.outflow.sink(layer, blocks)
+    finally:
+        manager.stats.pages_demoted += manager.tiers.device_frames.free(layer) - before
 
 
 def move_down(manager: PageManager, layer: int, blocks: Blocks) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from tierkv.errors import WarmBudgetError
 from tierkv.paging.directory import NOWHERE, Blocks
-from tierkv.paging.lookahead import Sources
 from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import Fetch
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.sources import Sources
 
 
 def read_head_pages(
@@ -100,7 +100,7 @@ def _copy(
     chunks = np.where(frames >= 0, manager.warm.chunk_of(frames), -1)
     for chunk in np.unique(chunks[chunks >= 0]).tolist():
         heads, entries = (torch.from_numpy(index) for index in np.nonzero(chunks == chunk))
-        start = chunk * manager.warm.chunk_frames
+        start = manager.warm.chunk_start(chunk)
         local = torch.from_numpy(frames[chunks == chunk] - start)
         count = int(local.max()) + 1
         raw = manager.warm.span(np.arange(start, start + count))

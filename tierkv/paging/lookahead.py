@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,30 +18,15 @@ from typing import Any, Protocol
 
 from tierkv.paging.plan import Fetch, Plan, Staged
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.sources import Sources
 from tierkv.stats import Stats
 from tierkv.tiers.arena import Arena
-from tierkv.tiers.frames import Frames
-from tierkv.tiers.streams import Span
 from tierkv.tiers.transfer import Transfer
 
 MAX_AHEAD = 64
 """Announced fetches in flight at most; warm frames and staging arenas bound them sooner."""
 RUN_AHEAD = 8
 """The same for `Lookahead.run`, whose hot pages may have to be gathered outside of any arena."""
-
-
-@dataclass(eq=False)
-class Sources:
-    """Where the pages of one fetch come from; held until they are copied."""
-
-    spans: list[Span]
-    frames: Frames
-    reads: list[Future[None]]
-    hot: Any
-    num_hot: int
-    num_warm: int
-    num_cold: int
-    release: Callable[[], None]
 
 
 class PageSource(Protocol):

@@ -9,7 +9,6 @@ the tier below holds it.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,15 @@ from tierkv.errors import ClosedError, HotBudgetError
 from tierkv.page import Geometry
 from tierkv.paging.descent import make_room, move_down
 from tierkv.paging.directory import NOWHERE, Blocks
-from tierkv.paging.lookahead import Lookahead, Sources
+from tierkv.paging.lookahead import Lookahead
 from tierkv.paging.lookup import Lookup
 from tierkv.paging.outflow import Outflow
+from tierkv.paging.placement import budget_for_tails
 from tierkv.paging.plan import Fetch, Plan, make_plan
 from tierkv.paging.prefix import PrefixCache
 from tierkv.paging.selective import Selective
 from tierkv.paging.sequences import Sequences
+from tierkv.paging.sources import Sources, open_sources
 from tierkv.paging.tierset import TierSet
 from tierkv.paging.turns import activate
 from tierkv.paging.window import slide, window_pages
@@ -47,6 +48,7 @@ class PageManager:
         cold: the store on disk, owned by the manager from now on; None for two tiers.
         selective: what layers that select keep on the device; None where all are exact.
         codec: how pages are stored below hot.
+        encode_hot: store them so in hot, too; only tails and residual windows are raw then.
         residual_tokens: last tokens of each sequence that stay hot where pages are encoded.
         salt: part of the keys of pages that are kept.
         prefix_cache: keep pages findable by their tokens after their sequences are closed.
@@ -66,6 +68,7 @@ class PageManager:
         io_threads: int = 4,
         selective: Selective | None = None,
         codec: Codec = RAW,
+        encode_hot: bool = False,
         residual_tokens: int = 0,
         salt: str = "",
         prefix_cache: bool = False,
@@ -73,12 +76,13 @@ class PageManager:
         self.tiers = TierSet(
             geometry, device, gpu_budget=gpu_budget, cpu_budget=cpu_budget, cold=cold,
             io_threads=io_threads, selective=selective, codec=codec, salt=salt,
+            raw_pages=1 - -residual_tokens // geometry.page_tokens if encode_hot else None,
         )  # fmt: skip
         self.geometry, self.device, self.cold = geometry, device, cold
         self.hot, self.warm, self.directory = self.tiers.hot, self.tiers.warm, self.tiers.directory
         self.transfer, self.placement = self.tiers.transfer, self.tiers.placement
         self.stats, self.selective = self.tiers.stats, self.tiers.selective
-        self.window_pages = 0
+        self.encode_hot, self.window_pages = encode_hot, 0
         if not codec.lossless:
             try:
                 self.window_pages = window_pages(residual_tokens, geometry, self.placement)
@@ -214,13 +218,7 @@ class PageManager:
         """
         held = sum(sequences.batch for sequences in self._open if sequences.waiting is None)
         if held + count > self.hot.frames_per_layer:
-            page, layers = self.geometry.page_bytes, self.geometry.layers
-            raise HotBudgetError(
-                f"{held + count} sequences need a tail page of {format_bytes(page)} in each of "
-                f"{layers} layers; gpu_budget {format_bytes(self.tiers.gpu_budget)} leaves "
-                f"{self.hot.frames_per_layer} pages a layer (raise gpu_budget by "
-                f"{format_bytes((held + count - self.hot.frames_per_layer) * page * layers)})"
-            )
+            raise HotBudgetError(self._too_many(held + count))
         every = range(self.geometry.layers)
         short = make_room(self, lambda: [max(0, count - self.hot.free(layer)) for layer in every])
         for layer, pages in enumerate(short):
@@ -228,6 +226,19 @@ class PageManager:
                 owner = self.hot.owner[layer]
                 move_down(self, layer, owner[owner >= 0][-pages:])
         return np.stack([self.hot.take(layer, TAIL, count) for layer in every])
+
+    def _too_many(self, tails: int) -> str:
+        page, layers = self.geometry.page_bytes, self.geometry.layers
+        budget, there = self.tiers.gpu_budget, self.hot.frames_per_layer
+        more, way_out = (tails - there) * page * layers, ""
+        if self.encode_hot:
+            more = budget_for_tails(self.geometry, tails) - budget
+            way_out = ", or keep hot pages raw: codec hot=raw"
+        return (
+            f"{tails} sequences need a tail page of {format_bytes(page)} in each of {layers} "
+            f"layers; gpu_budget {format_bytes(budget)} leaves {there} pages a layer "
+            f"(raise gpu_budget by {format_bytes(more)}{way_out})"
+        )
 
     # -- downwards -------------------------------------------------------------------------
 
@@ -267,59 +278,8 @@ class PageManager:
         return plan
 
     def open_sources(self, fetch: Fetch, *, encoded: bool = False) -> Sources | None:
-        """Pin a fetch's pages and start their disk reads; None when warm frames are short.
-
-        encoded: as warm or cold hold them, even where they are hot too.
-        """
-        if fetch.settled:
-            self.stats.warm_to_hot_bytes += len(fetch.blocks) * self.tiers.format.page_bytes
-            sources: Sources = fetch.settled[0]
-            return sources
-        layer, blocks = fetch.layer, fetch.blocks
-        with self.tiers.changed:
-            hot, frames = self.directory.hot[blocks, layer], self.directory.warm[blocks, layer]
-            if encoded:
-                hot = np.full_like(hot, NOWHERE)
-            on_device = np.flatnonzero(hot != NOWHERE)
-            missing = np.flatnonzero((hot == NOWHERE) & (frames == NOWHERE))
-            if len(missing) > self.warm.inbound.free:
-                return None
-            inbound = self.warm.inbound.take(len(missing))
-            frames[missing] = inbound
-            slots = np.flatnonzero(hot == NOWHERE)
-            frames = frames[slots]
-            pinned = frames[frames >= self.warm.outbound_start].tolist()
-            self.outflow.pin(pinned)
-
-        def release() -> None:
-            if len(inbound) or pinned:
-                with self.tiers.changed:
-                    self.warm.inbound.give(inbound)
-                    self.outflow.unpin(pinned)
-
-        reads, resident = list[Future[None]](), None
-        try:  # all of it may take memory
-            spans = self.transfer.spans(slots, frames)
-            if len(missing):
-                assert self.cold is not None
-                keys = [self.tiers.key(block, layer) for block in blocks[missing].tolist()]
-                reads = self.transfer.read_cold(keys, inbound)
-                self.stats.cold_to_warm_bytes += len(missing) * self.cold.frame_bytes
-            self.stats.warm_to_hot_bytes += len(slots) * self.tiers.format.page_bytes
-            if len(on_device):
-                pages = self.hot.arenas[layer].pages(hot[on_device])
-                resident = (torch.as_tensor(on_device, device=self.device), *pages)
-        except BaseException:
-            wait(reads)
-            release()
-            raise
-        sources = Sources(
-            spans, frames, reads, resident, len(on_device), len(slots) - len(missing),
-            len(missing), release,
-        )  # fmt: skip
-        if not (len(missing) or len(on_device) or pinned):
-            fetch.settled.append(sources)
-        return sources
+        """Pin a fetch's pages and start their disk reads; see `sources.open_sources`."""
+        return open_sources(self, fetch, encoded=encoded)
 
     # -- releasing -------------------------------------------------------------------------
 

@@ -1,9 +1,12 @@
-"""Sealed pages on their way down: to a home in warm memory, or through warm memory to disk."""
+"""Sealed pages on their way down: to a home in warm memory, or through warm memory to disk.
+
+Where hot pages are encoded, they get a home on the device before all others.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,8 +39,10 @@ class Outflow:
         self._orphans: set[int] = set()  # outbound frames dropped by their page while pinned
         self._spill_error: TierKVError | None = None
 
-    def check_room(self, down: list[int]) -> None:
-        """Check that warm and cold can take `down[layer]` more pages of each layer.
+    def check_room(self, down: Sequence[int], sinking: Sequence[int] = ()) -> None:
+        """Check that there is room for `down[layer]` more encoded pages of each layer.
+
+        sinking: of each layer, pages that need room in warm and cold: they leave the device.
 
         Raises:
             WarmBudgetError, DiskBudgetError: they cannot; the message says what is missing.
@@ -51,10 +56,14 @@ class Outflow:
             raise (type(self._spill_error) if full else ColdWriteError)(
                 f"pages could not be written to disk and stay in warm memory: {self._spill_error}"
             ) from self._spill_error
-        if not any(down):
+        if not any((*down, *sinking)):
             return
+        layers = range(self.tiers.geometry.layers)
         with self.tiers.changed:
-            quota = [self.homes_free(layer) for layer in range(self.tiers.geometry.layers)]
+            quota = [self.warm_free(layer) for layer in layers]
+            above = [self.tiers.device_frames.free(layer) for layer in layers]
+        below = [max(0, need - room) for need, room in zip(down, above, strict=True)]
+        down = [a + b for a, b in zip(below, sinking or [0] * len(below), strict=True)]
         size, warm = self.tiers.warm.frame_bytes, self.tiers.warm.homes.free
         if self.tiers.cold is None:
             if sum(down) > warm:
@@ -90,6 +99,10 @@ class Outflow:
             )
 
     def homes_free(self, layer: int) -> int:
+        """Homes that a layer's encoded pages may still take, on the device and in warm memory."""
+        return self.tiers.device_frames.free(layer) + self.warm_free(layer)
+
+    def warm_free(self, layer: int) -> int:
         """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
         if self.tiers.cold is None:
             return self.tiers.warm.homes.free
@@ -98,20 +111,57 @@ class Outflow:
         return max(0, min(quota, self.tiers.warm.homes.free))
 
     def send_down(self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write sealed pages to warm homes while they last, the rest through warm to disk.
+        """Write sealed pages to homes while they last, the rest through warm to disk.
 
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
         """
-        self.tiers.stats.hot_to_warm_bytes += len(blocks) * self.tiers.format.page_bytes
-        frames = self.take_homes(layer, len(blocks))
-        homes = len(frames)
-        if homes:
-            self._write_down(layer, blocks[:homes], k[:, :homes], v[:, :homes], frames)
-        at = homes
+
+        def write(part: slice, frames: Frames) -> None:
+            self.tiers.transfer.write_down(k[:, part], v[:, part], frames)
+
+        with self.tiers.changed:
+            device = self.tiers.device_frames
+            frames = device.take(layer, min(len(blocks), device.free(layer)))
+        self._fill(layer, blocks[: len(frames)], frames, write, slice(0, len(frames)))
+        self._below(layer, blocks, len(frames), write)
+
+    def sink(self, layer: int, blocks: Blocks) -> None:
+        """Move encoded pages from the device to warm homes while they last, the rest to disk.
+
+        Those that are on disk already are dropped. blocks: ``[n]``, all of them on the device.
+        """
+        directory, device = self.tiers.directory, self.tiers.device_frames
+        frames = directory.warm[blocks, layer]
+        durable = directory.cold[blocks, layer]
+
+        def write(part: slice, to: Frames) -> None:
+            self.tiers.transfer.copy_out(leaving[part], to)
+
+        with self.tiers.changed:
+            directory.warm[blocks[durable], layer] = NOWHERE
+            device.give(layer, frames[durable])
+        blocks, leaving = blocks[~durable], frames[~durable]
+        try:
+            self._below(layer, blocks, 0, write)
+        finally:
+            with self.tiers.changed:
+                gone = directory.warm[blocks, layer] != leaving
+                device.give(layer, leaving[gone])
+
+    def _below(
+        self, layer: int, blocks: Blocks, at: int, write: Callable[[slice, Frames], None]
+    ) -> None:
+        """Put pages from the `at`-th on into warm homes while they last, then through to disk."""
+        tiers = self.tiers
+        tiers.stats.hot_to_warm_bytes += (len(blocks) - at) * tiers.format.page_bytes
+        frames = self.take_homes(layer, len(blocks) - at)
+        part = slice(at, at + len(frames))
+        self._fill(layer, blocks[part], frames, write, part)
+        at = part.stop
         while at < len(blocks):
             frames = self._take_outbound(len(blocks) - at)
             part = slice(at, at + len(frames))
-            self._write_down(layer, blocks[part], k[:, part], v[:, part], frames)
+            self._fill(layer, blocks[part], frames, write, part)
             with self.tiers.changed:
                 entries = zip(blocks[part].tolist(), frames.tolist(), strict=True)
                 self._queued.extend((block, layer, frame) for block, frame in entries)
@@ -156,12 +206,19 @@ class Outflow:
             tiers.transfer.spill(self._spill)
         return frames
 
-    def _write_down(
-        self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor, frames: Frames
+    def _fill(
+        self,
+        layer: int,
+        blocks: Blocks,
+        frames: Frames,
+        write: Callable[[slice, Frames], None],
+        part: slice,
     ) -> None:
-        """Copy pages to warm frames; the frames are free again if that fails."""
+        """Have a part of pages written to frames; the frames are free again if that fails."""
+        if not len(frames):
+            return
         try:
-            self.tiers.transfer.write_down(k, v, frames)
+            write(part, frames)
         except BaseException:
             with self.tiers.changed:
                 self.give_homes(layer, frames)
@@ -172,21 +229,22 @@ class Outflow:
     def take_homes(self, layer: int, count: int) -> Frames:
         """Take up to `count` warm homes, as many as the layer's share has left."""
         with self.tiers.changed:
-            frames = self.tiers.warm.homes.take(min(count, self.homes_free(layer)))
+            frames = self.tiers.warm.homes.take(min(count, self.warm_free(layer)))
             self._homes_used[layer] += len(frames)
         return frames
 
     def leave_home(self, layer: int, blocks: Blocks) -> None:
-        """Free the warm homes of pages that are hot now. Lock held."""
+        """Free the homes of pages that are raw on the device now. Lock held."""
         frames = self.tiers.directory.warm[blocks, layer]
-        home = (frames != NOWHERE) & (frames < self.tiers.warm.homes.capacity)
+        home = (frames != NOWHERE) & (frames < self.tiers.warm.inbound_start)
         self.tiers.directory.warm[blocks[home], layer] = NOWHERE
         self.give_homes(layer, frames[home])
 
     def give_homes(self, layer: int, frames: Frames) -> None:
-        """Free a layer's warm frames, homes and outbound ones. Lock held."""
+        """Free a layer's frames, homes and outbound ones. Lock held."""
         warm = self.tiers.warm
-        homes = frames[(frames != NOWHERE) & (frames < warm.homes.capacity)]
+        self.tiers.device_frames.give(layer, frames[warm.on_device(frames)])
+        homes = frames[(frames >= warm.first) & (frames < warm.inbound_start)]
         warm.homes.give(homes)
         self._homes_used[layer] -= len(homes)
         warm.outbound.give(frames[frames >= warm.outbound_start])

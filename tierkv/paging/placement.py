@@ -20,6 +20,9 @@ MAX_TRANSIT_BYTES = 256 << 20
 """Warm bytes per direction set aside for pages on their way from or to disk."""
 GUEST_SHARE = 8
 """One of so many warm frames is for copies of pages on disk that are chosen."""
+RAW_SHARE, RAW_FRAMES = 16, 8
+"""Where hot pages are encoded, one of `RAW_SHARE` bytes for pages is for raw frames, so that tails
+of batches find room. So many frames a layer are raw at least, if they take no more than half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,11 @@ class Placement:
     """Frames per tier that follow from the budgets.
 
     Attributes:
-        hot_frames: frames of each layer on the compute device.
+        hot_frames: raw frames of each layer on the compute device.
         staging_pages: pages one staging buffer holds.
         staging_bytes: device bytes of all staging memory.
         warm_homes, warm_inbound, warm_outbound, warm_guests: warm frames by use.
+        device_frames: frames of encoded pages of each layer on the compute device.
     """
 
     hot_frames: int
@@ -40,6 +44,7 @@ class Placement:
     warm_inbound: int
     warm_outbound: int
     warm_guests: int = 0
+    device_frames: int = 0
 
     @classmethod
     def choose(
@@ -52,6 +57,7 @@ class Placement:
         cuda: bool,
         frame_bytes: int | None = None,
         selective: Selective | None = None,
+        raw_pages: int | None = None,
     ) -> Placement:
         """Divide the budgets.
 
@@ -62,6 +68,7 @@ class Placement:
         select on a GPU and wait for pages on disk, an eighth is for copies of those chosen lately.
 
         frame_bytes: bytes of a warm frame; by default those of a raw page.
+        raw_pages: where hot pages are encoded, those of a layer that one sequence needs raw.
 
         Raises:
             HotBudgetError: `gpu_budget` holds not even one frame a layer and one staging page.
@@ -97,9 +104,14 @@ class Placement:
                 f"page of {format_bytes(page)} each and {format_bytes(total)} for staging: at "
                 f"least {format_bytes(need)} (raise gpu_budget or lower page_tokens)"
             )
+        encoded = 0
+        if raw_pages is not None:
+            raw = min(hot, max(raw_pages, hot // RAW_SHARE, min(RAW_FRAMES, hot // 2)))
+            encoded = (rest - raw * page * dense) // (frame_bytes * dense)
+            hot = raw if encoded else hot
         warm = cpu_budget // frame_bytes
         if not has_cold:
-            return cls(hot, staging, total, warm, 0, 0)
+            return cls(hot, staging, total, warm, 0, 0, device_frames=encoded)
         if warm < 3:
             raise WarmBudgetError(
                 f"cpu_budget is {format_bytes(cpu_budget)}; passing pages to and from the store "
@@ -111,11 +123,19 @@ class Placement:
         waits = selecting and selective is not None and selective.slots and not selective.skips
         guests = warm // GUEST_SHARE if waits else 0
         homes = warm - 2 * transit - guests
-        return cls(hot, staging, total, homes, transit, transit, guests)
+        return cls(hot, staging, total, homes, transit, transit, guests, encoded)
 
-    def hot_bytes(self, geometry: Geometry) -> int:
-        """Device bytes this placement takes."""
-        return self.hot_frames * geometry.layers * geometry.page_bytes + self.staging_bytes
+    def hot_bytes(self, geometry: Geometry, frame_bytes: int = 0) -> int:
+        """Device bytes this placement takes. frame_bytes: of an encoded page."""
+        layer = self.hot_frames * geometry.page_bytes + self.device_frames * frame_bytes
+        return layer * geometry.layers + self.staging_bytes
+
+
+def budget_for_tails(geometry: Geometry, frames: int) -> int:
+    """Return a `gpu_budget` that leaves so many raw frames a layer where hot pages are encoded."""
+    share = 2 if frames <= RAW_FRAMES else RAW_SHARE
+    rest = share * frames * geometry.page_bytes * geometry.layers
+    return rest + rest // 7 + 8 * geometry.page_bytes  # staging: an eighth of all, or one page
 
 
 def _selecting(geometry: Geometry, selective: Selective | None) -> int:

@@ -82,7 +82,7 @@ class PrefixCache:
     def tiers(self, blocks: Blocks) -> tuple[int, int, int]:
         """Return how many pages of blocks, of any shape, are hot, warm and cold; one a layer."""
         directory = self._manager.directory
-        hot = directory.hot[blocks] != NOWHERE
+        hot = self._manager.tiers.is_hot(blocks)
         warm = ~hot & (directory.warm[blocks] != NOWHERE)
         return int(hot.sum()), int(warm.sum()), int((~hot & ~warm).sum())
 
@@ -111,19 +111,18 @@ class PrefixCache:
             self.tree.unlock(node)
 
     def leave_hot(self, pages: int) -> None:
-        """Make room for `pages` pages in each layer of hot, with pages that nobody uses.
+        """Make room for `pages` more pages in each layer of hot, with pages that nobody uses.
 
         They move to the tiers below, the least recently used first; where there is no room, they
         are evicted.
         """
-        directory = self._manager.directory
+        directory, tiers = self._manager.directory, self._manager.tiers
 
         def idle(blocks: Blocks) -> npt.NDArray[np.bool_]:
-            return (directory.refs[blocks] == 1) & (directory.hot[blocks] != NOWHERE).any(axis=1)
+            return (directory.refs[blocks] == 1) & tiers.is_hot(blocks).any(axis=1)
 
         def free() -> int:
-            hot = self._manager.hot
-            return min((hot.pools[layer].free for layer in hot.homed), default=0)
+            return min(map(tiers.hot_room, tiers.hot_layers), default=0)
 
         goal = free() + pages
         while (count := goal - free()) > 0 and len(blocks := self.tree.oldest(count, idle)):

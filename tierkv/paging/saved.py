@@ -26,6 +26,7 @@ from tierkv.paging.turns import activate
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.direct_io import aligned_buffer
 from tierkv.tiers.frame_format import FrameFormat
+from tierkv.tiers.frames import Frames, runs
 
 
 def store_of(manager: PageManager) -> ColdStore:
@@ -124,12 +125,27 @@ def _save_encoded(
             try:
                 for read in sources.reads:
                     read.result()
-                manager.transfer.wait_frames(sources.frames)
-                cold.put(keys, [manager.warm.payload(frame) for frame in sources.frames.tolist()])
+                cold.put(keys, _as_they_lie(manager, sources.frames))
             finally:
                 wait(sources.reads)
                 sources.release()
             written += keys
+
+
+def _as_they_lie(manager: PageManager, frames: Frames) -> list[memoryview]:
+    """Return the memory of frames; of those on the device, a copy."""
+    warm, size = manager.warm, manager.warm.frame_bytes
+    manager.transfer.wait_frames(frames)
+    here = frames[warm.on_device(frames)]
+    copies = aligned_buffer(max(len(here), 1) * size)
+    raw = torch.frombuffer(copies, dtype=torch.uint8).view(-1, size)
+    for start, stop in runs(here):
+        raw[start:stop] = warm.span(here[start:stop]).cpu()
+    at = {frame: index * size for index, frame in enumerate(here.tolist())}
+    return [
+        copies[at[frame] : at[frame] + size] if frame in at else warm.payload(frame)
+        for frame in frames.tolist()
+    ]
 
 
 def restore(

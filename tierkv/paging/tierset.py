@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierkv.codecs import RAW, Codec
@@ -19,6 +20,7 @@ from tierkv.paging.placement import STAGING_BUFFERS, Placement
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.device_frames import DeviceFrames
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames
 from tierkv.tiers.hot import HotTier
@@ -28,10 +30,15 @@ from tierkv.tiers.warm import WarmTier
 
 SESSION_PREFIX = b"session/"
 """Keys of pages that belong to one process and mean nothing to the next."""
+EVERY = slice(None)
 
 
 class TierSet:
     """Tiers, transfer engine and page directory, made from budgets.
+
+    Args:
+        raw_pages: None where hot pages are raw; else they are encoded, and this is how many pages
+            of a layer one sequence needs raw: its tail and residual window.
 
     Attributes:
         changed: guards the directory, the warm pools and the outflow's queues; notified when
@@ -53,6 +60,7 @@ class TierSet:
         selective: Selective | None = None,
         codec: Codec = RAW,
         salt: str = "",
+        raw_pages: int | None = None,
     ):
         self.geometry, self.device, self.cold = geometry, device, cold
         self.gpu_budget, self.cpu_budget = gpu_budget, cpu_budget
@@ -70,13 +78,20 @@ class TierSet:
             has_cold=cold is not None,
             cuda=cuda,
             selective=selective,
+            raw_pages=raw_pages,
         )
         with torch.inference_mode(False):
             extra, tails = list[int | None](), 1
             if selective is not None:
                 tails, own = selective.sequences, selective.sequences * selective.frames
                 extra = [own if selective.selects(at) else None for at in range(geometry.layers)]
-            self.hot = HotTier(geometry, place.hot_frames, device, extra, tails)
+            self.hot = HotTier(
+                geometry, place.hot_frames, device, extra, tails,
+                encoded=raw_pages is not None, window=raw_pages is not None and raw_pages > 1,
+            )  # fmt: skip
+            self.device_frames = DeviceFrames(
+                geometry.layers, place.device_frames, self.format.frame_bytes, device
+            )
             self.selective = (
                 None if selective is None else SelectiveState(selective, geometry, device)
             )
@@ -87,6 +102,7 @@ class TierSet:
                 place.warm_outbound,
                 place.warm_guests,
                 pinned=cuda,
+                device_frames=self.device_frames,
             )
             self.transfer = Transfer(
                 self.format,
@@ -108,10 +124,26 @@ class TierSet:
             return page_key(saved, layer)
         return self._session + struct.pack(">IH", block, layer)
 
+    @property
+    def hot_layers(self) -> list[int]:
+        """Layers whose sealed pages may stay on the device for good, raw or encoded."""
+        return list(range(self.geometry.layers)) if self.device_frames.share else self.hot.homed
+
+    def hot_room(self, layer: int) -> int:
+        """Pages of a layer that may still come to stay on the device."""
+        encoded = self.device_frames.share > 0
+        return self.device_frames.free(layer) if encoded else self.hot.homes_free(layer)
+
+    def is_hot(self, blocks: Blocks, layers: int | slice = EVERY) -> npt.NDArray[np.bool_]:
+        """Say which pages are on the device, raw or encoded: ``[*blocks]`` of one layer, or
+        ``[*blocks, layers]``."""
+        raw = self.directory.hot[blocks, layers] != NOWHERE
+        return raw | self.warm.on_device(self.directory.warm[blocks, layers])
+
     def home_addresses(self, blocks: Blocks, layer: int) -> Frames:
-        """Return where pages begin in host memory, ``[n]``; 0 for those without a warm home."""
+        """Return where encoded pages begin in memory, ``[n]``; 0 for those without a home."""
         frames = self.directory.warm[blocks, layer]
-        settled = (frames != NOWHERE) & (frames < self.warm.homes.capacity)
+        settled = (frames != NOWHERE) & (frames < self.warm.inbound_start)
         addresses = np.zeros(len(blocks), dtype=np.int64)
         addresses[settled] = self.warm.addresses(frames[settled])
         return addresses
@@ -125,13 +157,16 @@ class TierSet:
     def report(self) -> dict[str, Any]:
         """Return counters and the state of the tiers as plain JSON types."""
         page, frame, cold = self.geometry.page_bytes, self.format.frame_bytes, self.cold
+        raw, encoded = self.hot.pages, self.device_frames.used
         rows = {
-            "hot": (self.hot.pages, page, self.gpu_budget),
-            "warm": (self.warm.pages, frame, self.cpu_budget),
-            "cold": (0, 0, 0) if cold is None else (len(cold), cold.frame_bytes, cold.disk_budget),
+            "hot": (raw + encoded, raw * page + encoded * frame, self.gpu_budget),
+            "warm": (self.warm.pages, self.warm.pages * frame, self.cpu_budget),
+            "cold": (0, 0, 0)
+            if cold is None
+            else (len(cold), len(cold) * cold.frame_bytes, cold.disk_budget),
         }
         tiers = {
-            name: {"pages": pages, "bytes": pages * size, "budget_bytes": budget}
+            name: {"pages": pages, "bytes": size, "budget_bytes": budget}
             for name, (pages, size, budget) in rows.items()
         }
         report = {"tiers": tiers, **self.stats.as_dict()}

@@ -22,7 +22,7 @@ def tokens_by_tier(manager: PageManager, sequences: Sequences) -> dict[str, int]
     directory = manager.directory
     with manager.tiers.changed:
         every = slice(0, geometry.layers)
-        hot = directory.hot[blocks, every] != NOWHERE
+        hot = manager.tiers.is_hot(blocks, every)
         warm = ~hot & (directory.warm[blocks, every] != NOWHERE)
     num_warm = int(np.count_nonzero(warm)) * geometry.page_tokens // geometry.layers
     num_cold = int(np.count_nonzero(~hot & ~warm)) * geometry.page_tokens // geometry.layers

@@ -1,4 +1,4 @@
-"""How pages lie in frames, in warm memory and on disk: encoded by a codec, in whole sectors."""
+"""How pages lie in frames, in any tier: encoded by a codec, in whole sectors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tierkv.kernels import codec as kernels
 from tierkv.kernels import gather
 from tierkv.kernels.build import Launch, available
 from tierkv.kernels.decode import PagedKV
+from tierkv.kernels.encoded import EncodedKV, reads
 from tierkv.kernels.gather import Fetches
 from tierkv.page import SECTOR, Geometry
 from tierkv.tiers.arena import Arena
@@ -83,6 +84,12 @@ class FrameFormat:
         if self._layout is None:
             return gather.prepare_fetch(addresses, fetches, pages)
         return kernels.prepare_fetch(self._layout, addresses, fetches, pages)
+
+    def attended(self, frames: torch.Tensor) -> EncodedKV | None:
+        """Return frames on the device as decode attention reads them; None if it cannot."""
+        if self._layout is None or not reads(self._layout):
+            return None
+        return EncodedKV(self._layout, self.geometry.kv_heads, frames)
 
     def check_fetch(self) -> None:
         """Check that a kernel fetches single head-pages.

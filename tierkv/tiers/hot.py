@@ -28,13 +28,15 @@ class HotTier:
         selective: for each layer, frames beyond its tails that selective attention manages
             itself, or None where pages have homes.
         tails: tails of a layer that selects.
+        encoded: sealed pages have their homes in `DeviceFrames`; frames here are for tails, and
+            for the residual window if `window` says that there is one.
 
     Attributes:
         arenas: one `Arena` a layer.
         selecting: K and V of the last group of layers that select, by frame:
             ``[s, kv_heads, frames, page_tokens, dim]``; None if there is none.
         owner: ``[layers, frames]`` logical block in each frame, `FREE` or `TAIL`.
-        homed: layers whose sealed pages may stay for good.
+        homed: layers whose sealed pages may stay for good, as they were computed.
     """
 
     def __init__(
@@ -44,10 +46,15 @@ class HotTier:
         device: torch.device,
         selective: Sequence[int | None] = (),
         tails: int = 1,
+        *,
+        encoded: bool = False,
+        window: bool = False,
     ):
         self.geometry = geometry
         extra = list(selective) or [None] * geometry.layers
-        self.homed = [layer for layer, more in enumerate(extra) if more is None]
+        plain = [layer for layer, more in enumerate(extra) if more is None]
+        self.homed = [] if encoded else plain
+        self._sealed = plain if window else self.homed
         taken = [frames_per_layer if more is None else tails for more in extra]
         self.frames_per_layer = min(taken)
         self.arenas: list[Arena] = []
@@ -66,8 +73,9 @@ class HotTier:
         return self.pools[layer].free
 
     def homes_free(self, layer: int) -> int:
-        """Frames of one layer that sealed pages may take for good."""
-        return self.pools[layer].free if layer in self.homed else 0
+        """Frames of one layer that sealed pages may take, for good or as long as no tail or window
+        needs them."""
+        return self.pools[layer].free if layer in self._sealed else 0
 
     def take(self, layer: int, owners: Frames | int, count: int) -> Frames:
         """Take `count` frames of `layer` for `owners` (block ids, or `TAIL`)."""

@@ -1,4 +1,7 @@
-"""Copies of warm frames into staging buffers as part of a captured step, in a fixed order."""
+"""Copies of warm frames into staging buffers as part of a captured step, in a fixed order.
+
+Frames on the device are not copied: they are decoded where they lie.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class StagedCopies:
     Args:
         stream: what copies are enqueued on; None without a GPU.
         buffers: ``[buffers, pages, frame_bytes]`` uint8 on the device.
-        lay_out: ``lay_out(buffer, block)`` decodes what a buffer holds into the arena.
+        lay_out: ``lay_out(buffer, block)`` decodes what a buffer holds, and what lies on the
+            device, into the arena.
         blocks: the copies of each block.
         arena: where blocks are read, one at a time.
     """
@@ -79,6 +83,7 @@ class StagedCopies:
             self._stream.wait_event(self._read[buffer])
         with torch.cuda.stream(self._stream):
             for span in self._blocks[at]:
-                raw = self._buffers[buffer, span.first : span.stop]
-                raw.copy_(span.warm, non_blocking=True)
+                if not span.on_gpu:
+                    raw = self._buffers[buffer, span.first : span.stop]
+                    raw.copy_(span.frames, non_blocking=True)
             self._copied.append(self._stream.record_event())

@@ -11,11 +11,16 @@ import torch
 
 
 class Span(NamedTuple):
-    """Neighbouring warm frames that go to neighbouring staging slots in one copy."""
+    """Neighbouring frames that go to neighbouring staging slots in one copy."""
 
     first: int
     stop: int
-    warm: torch.Tensor
+    frames: torch.Tensor
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the frames need not cross the link."""
+        return self.frames.is_cuda
 
 
 class StreamClock:

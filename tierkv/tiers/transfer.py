@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from tierkv.tiers.arena import Arena
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames, runs
+from tierkv.tiers.lay_out import LayOut
 from tierkv.tiers.staged_copies import StagedCopies
-from tierkv.tiers.streams import Span, StreamClock, joined
+from tierkv.tiers.streams import Span, StreamClock
 from tierkv.tiers.warm import WarmTier, page_run_keys
 
 MIN_COPY_BYTES = 512 << 10
@@ -35,8 +37,6 @@ MIN_COPY_BYTES = 512 << 10
 a copy takes as long as moving that much."""
 MIN_READ_BYTES = 512 << 10
 """Reads from disk of fewer bytes are not divided among threads: each costs the host, too."""
-PREPARED_READS = 512
-"""Prepared layouts of staging buffers that are kept; most blocks fill a buffer."""
 
 
 class Transfer:
@@ -78,19 +78,20 @@ class Transfer:
                 torch.empty((*shape, warm.frame_bytes), dtype=torch.uint8, device=device)
                 for shape in (up, down)
             )
-            self._reads: dict[tuple[int, int, int], Callable[[], None]] = {}
             self._raw_read: list[Any] = [None] * staging_buffers
             self._down_done: list[Any] = [None] * staging_buffers
             self._down_turn = 0
             self._replayed: Any = None  # end of the last replay, which may still use staging
-            self._frame_written = np.zeros(warm.num_frames, dtype=np.int64)
-            self._frame_read = np.zeros(warm.num_frames, dtype=np.int64)
+            self._frame_written = np.zeros(warm.stop, dtype=np.int64)
+            self._frame_read = np.zeros(warm.stop, dtype=np.int64)
             self._enqueue = threading.Lock()  # guards the clocks and the frames' numbers
+        raw = self._up_raw if self.cuda else None
+        self._lay_out = LayOut(frame_format, raw, self.staging[0])
 
     # -- upwards ---------------------------------------------------------------------------
 
     def spans(self, slots: Frames, frames: Frames) -> list[Span]:
-        """Group warm frames and the staging slots they go to (``[n]`` each) into few copies."""
+        """Group frames and the staging slots they go to (``[n]`` each) into few copies."""
         return [
             Span(int(slots[start]), int(slots[stop - 1]) + 1, self.warm.span(frames[start:stop]))
             for start, stop in runs(slots, page_run_keys(self.warm, frames))
@@ -99,7 +100,7 @@ class Transfer:
     def bring_up(
         self, buffer: int, spans: list[Span], frames: Frames, reads: Sequence[Future[None]]
     ) -> Future[Any]:
-        """Start copying warm frames into a staging buffer.
+        """Start copying warm frames into a staging buffer; those on the device stay where they are.
 
         Args:
             buffer: index of the staging buffer; `release_staging` was called for its last use.
@@ -107,7 +108,7 @@ class Transfer:
             reads: disk reads that fill some of the frames; their errors are passed on.
 
         Returns:
-            A future of the CUDA event that ends the copy (None on CPU).
+            A future of the CUDA event that ends the copy; of None if there is nothing to wait for.
         """
         if self.cuda and not reads:
             done: Future[Any] = Future()
@@ -125,10 +126,16 @@ class Transfer:
             return self._enqueue_up(buffer, spans, frames)
         arena = self.staging[buffer]
         for span in spans:
-            self.format.read(span.warm, arena, span.first)
+            self.format.read(span.frames, arena, span.first)
         return None
 
     def _enqueue_up(self, buffer: int, spans: list[Span], frames: Frames) -> Any:
+        spans, frames = (
+            [span for span in spans if not span.on_gpu],
+            frames[frames >= self.warm.first],
+        )
+        if not spans:
+            return None
         with self._enqueue, torch.cuda.stream(self._up.stream):
             if self._replayed is not None:
                 self._up.stream.wait_event(self._replayed)
@@ -143,7 +150,7 @@ class Transfer:
                 self._gather(frames, raw, slots, to_host=False)
             else:
                 for span in spans:
-                    raw[span.first : span.stop].copy_(span.warm, non_blocking=True)
+                    raw[span.first : span.stop].copy_(span.frames, non_blocking=True)
             number, event = self._up.tick()
             self._frame_read[frames] = number
             return event
@@ -169,8 +176,7 @@ class Transfer:
             arena = self.staging[buffer]
         else:
             arena = self.staging[0]
-            for first, stop in joined(spans):
-                self._prepared_read(buffer, first, stop)()
+            self._lay_out(buffer, spans)
             self._raw_read[buffer] = torch.cuda.current_stream(self.device).record_event()
         if hot is not None:
             slots, k, v = hot
@@ -178,41 +184,55 @@ class Transfer:
             arena.v_frames.index_copy_(1, slots, v)
         return arena, self.cuda
 
-    def _prepared_read(self, buffer: int, first: int, stop: int) -> Callable[[], None]:
-        """Return what lays out part of a staging buffer; the host is slow to check it anew."""
-        key = buffer, first, stop
-        if key not in self._reads:
-            if len(self._reads) == PREPARED_READS:
-                self._reads.clear()
-            frames = self._up_raw[buffer, first:stop]
-            self._reads[key] = self.format.prepare_read(frames, self.staging[0], first)
-        return self._reads[key]
+    def copy_in(self, sources: Frames, frames: Frames) -> None:
+        """Copy warm frames to frames on the device, as they are; done on return."""
+        self.settle()
+        for start, stop in runs(frames, page_run_keys(self.warm, sources)):
+            target = self.warm.span(frames[start:stop])
+            target.copy_(self.warm.span(sources[start:stop]), non_blocking=True)
+        self.finish()
 
     # -- downwards -------------------------------------------------------------------------
 
     def write_down(self, k: torch.Tensor, v: torch.Tensor, frames: Frames) -> None:
-        """Encode pages on the device into warm frames, behind what made them.
+        """Encode pages on the device into frames, behind what made them.
 
-        k, v: ``[kv_heads, n, page_tokens, dim]``; frames: ``[n]``. The sources may be reused by
-        work enqueued later on the caller's stream.
+        k, v: ``[kv_heads, n, page_tokens, dim]``; frames: ``[n]``, all on the device or none. The
+        sources may be reused by work enqueued later on the caller's stream.
         """
-        if not self.cuda:
+
+        def write(part: slice, raw: torch.Tensor) -> None:
+            self.format.write(k[:, part], v[:, part], raw)
+
+        self._down_to(frames, write)
+
+    def copy_out(self, sources: Frames, frames: Frames) -> None:
+        """Copy frames on the device to warm frames, as they are; like `write_down`."""
+
+        def copy(part: slice, raw: torch.Tensor) -> None:
+            for start, stop in runs(sources[part]):
+                raw[start:stop].copy_(self.warm.span(sources[part][start:stop]))
+
+        self._down_to(frames, copy)
+
+    def _down_to(self, frames: Frames, write: Callable[[slice, torch.Tensor], None]) -> None:
+        """Fill frames by ``write(part, raw)``: those of a part, into ``[n, frame_bytes]``."""
+        if not self.cuda or (len(frames) and frames[0] < self.warm.first):
             for start, stop in runs(page_run_keys(self.warm, frames)):
-                warm = self.warm.span(frames[start:stop])
-                self.format.write(k[:, start:stop], v[:, start:stop], warm)
+                write(slice(start, stop), self.warm.span(frames[start:stop]))
             return
         step = self._down_raw.shape[1]
         for begin in range(0, len(frames), step):
-            part = slice(begin, begin + step)
-            self._enqueue_down(k[:, part], v[:, part], frames[part])
+            part = slice(begin, min(begin + step, len(frames)))
+            self._enqueue_down(partial(write, part), frames[part])
 
-    def _enqueue_down(self, k: torch.Tensor, v: torch.Tensor, frames: Frames) -> None:
+    def _enqueue_down(self, write: Callable[[torch.Tensor], None], frames: Frames) -> None:
         turn, compute = self._down_turn, torch.cuda.current_stream(self.device)
         self._down_turn = (turn + 1) % len(self._down_raw)
         if self._down_done[turn] is not None:
             compute.wait_event(self._down_done[turn])
         raw = self._down_raw[turn, : len(frames)]
-        self.format.write(k, v, raw)
+        write(raw)
         self._down.stream.wait_event(compute.record_event())
         with self._enqueue:
             read = self._up.pending(self._frame_read[frames])
@@ -230,7 +250,7 @@ class Transfer:
                 self._frame_written[frames] = number
 
     def settle(self) -> None:
-        """Make the caller's stream wait for all copies, before a replay reads warm memory."""
+        """Make the caller's stream, which is to read warm memory, wait for all copies."""
         if self.cuda:
             with self._enqueue:
                 copies = self._down.last(), self._up.last()
@@ -250,20 +270,8 @@ class Transfer:
 
     def staged_copies(self, blocks: Sequence[Sequence[Span]]) -> StagedCopies:
         """Return copies of these blocks, of one staging buffer each, for a captured step."""
-        if not self.cuda:
-            arena = self.staging[0]
-
-            def read(buffer: int, block: Sequence[Span]) -> None:
-                for span in block:
-                    self.format.read(span.warm, arena, span.first)
-
-            return StagedCopies(None, torch.empty((1, 0)), read, blocks, arena)
-
-        def lay_out(buffer: int, block: Sequence[Span]) -> None:
-            for first, stop in joined(block):
-                self._prepared_read(buffer, first, stop)()
-
-        return StagedCopies(self._up.stream, self._up_raw, lay_out, blocks, self.staging[0])
+        stream, raw = (self._up.stream, self._up_raw) if self.cuda else (None, torch.empty((1, 0)))
+        return StagedCopies(stream, raw, self._lay_out, blocks, self.staging[0])
 
     def finish(self) -> None:
         """Block until the work on the caller's stream is over."""

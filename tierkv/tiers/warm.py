@@ -3,6 +3,9 @@
 Memory comes from the operating system in chunks as pages arrive, never more than the budget.
 torch's pinned allocator rounds to powers of two and never gives back, so the chunks are ours:
 page-aligned `mmap`, registered with CUDA, unregistered on close.
+
+Encoded pages may also have frames on the device. Numbers of frames name both: those on the device
+come first, so that whoever holds a number need not know where the frame is to read it.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tierkv.errors import WarmBudgetError
 from tierkv.page import SECTOR
 from tierkv.tiers import host_memory
+from tierkv.tiers.device_frames import DeviceFrames
 from tierkv.tiers.frames import FramePool, Frames
 from tierkv.units import format_bytes
 
@@ -39,6 +44,11 @@ class WarmTier:
     ones; the two never compete, so neither direction can block the other. `guests` frames hold
     copies of pages that are on disk, as long as they are chosen often (`tierkv.paging.guests`).
 
+    Attributes:
+        device_frames: frames ``0 .. first - 1``, on the device; homes too. Only `span`, `addresses`
+            and `chunk_of` take their numbers.
+        first, inbound_start, outbound_start, stop: frame numbers, where each kind begins.
+
     Raises:
         WarmBudgetError: the frames exceed what this machine or its control group has; or, on
             first use of a frame, host memory is short or cannot be pinned.
@@ -53,17 +63,24 @@ class WarmTier:
         guests: int = 0,
         *,
         pinned: bool,
+        device_frames: DeviceFrames | None = None,
     ):
         self.frame_bytes = frame_bytes
+        if device_frames is None:
+            device_frames = DeviceFrames(0, 0, frame_bytes, torch.device("cpu"))
+        self.device_frames = device_frames
         self.num_frames = homes + inbound + outbound + guests
         self.pinned = pinned
         if pinned:  # cannot be swapped out
             _check_total(self.num_frames * self.frame_bytes)
-        self.outbound_start = homes + inbound
-        self.homes = FramePool(0, homes)
-        self.inbound = FramePool(homes, homes + inbound)
-        self.outbound = FramePool(homes + inbound, homes + inbound + outbound)
-        self.guests: Frames = np.arange(homes + inbound + outbound, self.num_frames)
+        self.first = len(self.device_frames)
+        self.inbound_start = self.first + homes
+        self.outbound_start = self.inbound_start + inbound
+        self.stop = self.first + self.num_frames
+        self.homes = FramePool(self.first, self.inbound_start)
+        self.inbound = FramePool(self.inbound_start, self.outbound_start)
+        self.outbound = FramePool(self.outbound_start, self.outbound_start + outbound)
+        self.guests: Frames = np.arange(self.outbound_start + outbound, self.stop)
         self.chunk_frames = max(1, CHUNK_BYTES // self.frame_bytes)
         self._chunks: dict[int, Future[tuple[mmap.mmap, torch.Tensor]]] = {}
         self._taking, self._reserving = threading.Lock(), threading.Lock()
@@ -72,23 +89,38 @@ class WarmTier:
 
     def span(self, frames: Frames) -> torch.Tensor:
         """View a run of consecutive frames of one chunk as ``[n, frame_bytes]`` uint8."""
-        chunk, first = divmod(int(frames[0]), self.chunk_frames)
-        return self._chunk(chunk)[first : first + len(frames)]
+        if frames[0] < self.first:
+            return self.device_frames.span(frames)
+        chunk, index = divmod(int(frames[0]) - self.first, self.chunk_frames)
+        return self._chunk(chunk)[index : index + len(frames)]
 
     def chunk_of(self, frames: Frames) -> Frames:
         """Chunk index of each frame; a copy must not cross from one to the next."""
-        return frames // self.chunk_frames
+        chunks = (frames - self.first) // self.chunk_frames
+        return np.where(frames < self.first, self.num_chunks, chunks)
+
+    def chunk_start(self, chunk: int) -> int:
+        """Return the first frame of a chunk."""
+        return 0 if chunk == self.num_chunks else self.first + chunk * self.chunk_frames
+
+    def on_device(self, frames: Frames) -> npt.NDArray[np.bool_]:
+        """Say which frames, of any shape, are on the device; `NOWHERE` is not."""
+        return (frames >= 0) & (frames < self.first)
 
     def addresses(self, frames: Frames) -> Frames:
         """Return where frames begin in memory, for kernels that read it."""
-        chunks, index = np.divmod(frames, self.chunk_frames)
+        here = frames < self.first
+        chunks, index = np.divmod(frames[~here] - self.first, self.chunk_frames)
         starts = {chunk: self._chunk(chunk).data_ptr() for chunk in np.unique(chunks).tolist()}
         bases = np.array([starts[chunk] for chunk in chunks.tolist()], dtype=np.int64)
-        return bases + index * self.frame_bytes
+        found = self.device_frames.addresses(frames)
+        found[~here] = bases + index * self.frame_bytes
+        return found
 
     def payload(self, frame: int, count: int = 1) -> memoryview:
         """Return the memory of `count` frames of one chunk, `SECTOR`-aligned, writable."""
-        chunk, index = divmod(frame, self.chunk_frames)
+        assert frame >= self.first, "a frame on the device has no host memory"
+        chunk, index = divmod(frame - self.first, self.chunk_frames)
         self._chunk(chunk)
         start, stop = index * self.frame_bytes, (index + count) * self.frame_bytes
         return memoryview(self._chunks[chunk].result()[0])[start:stop]
@@ -114,8 +146,8 @@ class WarmTier:
     def expect_reads(self) -> None:
         """Begin to take and pin what pages from disk pass through, before they are asked for."""
         if self.pinned and self.inbound.capacity:
-            first, stop = self.homes.capacity, self.outbound_start
-            self._begin(first // self.chunk_frames, (stop - 1) // self.chunk_frames)
+            begin, end = self.homes.capacity, self.outbound_start - 1 - self.first
+            self._begin(begin // self.chunk_frames, end // self.chunk_frames)
 
     @property
     def num_chunks(self) -> int:
@@ -206,4 +238,4 @@ def _pin(view: torch.Tensor) -> None:
 
 def page_run_keys(warm: WarmTier, frames: Frames) -> Frames:
     """Return a column that counts up by one exactly while frames are neighbours in one chunk."""
-    return frames + warm.chunk_of(frames) * np.int64(warm.num_frames)
+    return frames + warm.chunk_of(frames) * np.int64(warm.stop)

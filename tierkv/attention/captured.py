@@ -1,4 +1,4 @@
-"""Attention of decode steps that are captured as a CUDA graph: one sequence.
+"""Attention of decode steps that are captured as a CUDA graph.
 
 A captured step reads every length, slot and table from device memory, which `begin` sets before
 each replay. Layers that select read through their `Reader`, the others through `CapturedExact`.
@@ -55,8 +55,9 @@ class CapturedLookups:
             return f"the context outgrew the {self.exact.max_pages} pages that were captured"
         if obstacle := self.exact.obstacle(past):
             return obstacle
-        if self.waits and selective is not None and rounds(self.manager) > MAX_ROUNDS:
-            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads
+        batch = max(self.sequences.batch, 1)
+        if self.waits and selective is not None and rounds(self.manager, batch) > MAX_ROUNDS:
+            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads * batch
             return (
                 f"a layer may wait for {missing} pages on disk, and cpu_budget leaves room for "
                 f"{self.manager.warm.inbound.capacity} at once"
@@ -114,7 +115,7 @@ class CapturedLookups:
     def announce(self, layer: int, query: Callable[[], torch.Tensor], scale: float) -> None:
         """Choose and fetch for an upcoming layer beside what the caller's stream does meanwhile.
 
-        query: computes the foreseen query, ``[1, heads, 1, dim]``; called on the other stream.
+        query: computes the foreseen query, ``[batch, heads, 1, dim]``; called on the other stream.
         """
         if layer < self.exact_layers:
             return

@@ -94,7 +94,8 @@ class CapturedExact:
             if plan is self._plans.get(layer) or not len(plan.streamed):
                 continue
             if len(self.tables[layer]) > 1 or self.padding is not None:
-                return f"{len(plan.streamed)} pages of layer {layer} are streamed, to a batch"
+                pages = f"{len(plan.streamed)} pages of layer {layer}"
+                return f"{pages} are streamed, to a batch; raise gpu_budget"
             if (self._homes(layer, plan.streamed) < 0).any():
                 return f"layer {layer} is exact and has pages on disk, which take the host to read"
             try:

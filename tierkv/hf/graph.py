@@ -230,8 +230,8 @@ def decode_graph(
             reason = "tokens are hidden that are no padding on the left"
         elif rows != max(tier_cache.sequences.batch, 1):
             reason = f"{rows} rows go on from a cache of {tier_cache.sequences.batch}"
-        elif (rows > 1 or hidden) and manager.selective is not None:
-            reason = "selective attention takes one sequence without padding"
+        elif hidden and manager.selective is not None:
+            reason = "selective attention cannot hide padding"
     if reason:
         if config.cuda_graph:
             warnings.warn(f"decoding without a CUDA graph: {reason}", stacklevel=3)

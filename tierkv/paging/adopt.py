@@ -24,7 +24,7 @@ def begin(
     """Make new sequences hold known pages (see `adopt`), brought up as far as there is room.
 
     Raises:
-        ConfigError: attention is selective, and they are several sequences or too long.
+        ConfigError: attention is selective, and they are too many sequences or too long.
         BudgetError: no room for the tails.
         ColdReadError: a page could not be read. The caller closes the sequences.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.paging.guests import Guests, Keys
+from tierkv.paging.guests import Guests, Keys, in_tables
 from tierkv.paging.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ReadAhead:
         self.under_way: set[int] = set()
         self.arrived: list[int] = []
         self._manager, self._spec = manager, manager.selective.spec
+        self._capacity = manager.selective.addresses.shape[1]
         self._guests, self._lock = guests, lock
         self._wanted: dict[int, None] = {}  # in the order of their latest reports
 
@@ -71,10 +72,11 @@ class ReadAhead:
         if guests.free <= len(guests.frames) // ROOM_SHARE // 2:
             self._wanted.clear()  # the next step begins with room again
             return False
-        (table,) = sequences.blocks  # may be cut
-        keys = np.array(sorted(self._take(min(AHEAD_PAGES, guests.free), len(table))), np.int64)
-        layers, positions = np.divmod(keys, self._spec.max_pages)
-        layers, blocks = layers + self._spec.dense_layers, table[positions]
+        tables, most = sequences.blocks, self._spec.max_pages  # may be cut
+        keys = np.sort(np.array(self._take(min(AHEAD_PAGES, guests.free)), dtype=np.int64))
+        keys = keys[in_tables(tables, keys % self._capacity, most)]
+        layers, pages = np.divmod(keys, self._capacity)
+        layers, blocks = layers + self._spec.dense_layers, tables[np.divmod(pages, most)]
         cold = manager.directory.cold[blocks, layers]
         keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
         if not len(keys):
@@ -98,12 +100,12 @@ class ReadAhead:
         if gone is not None:
             self.arrived = [key for key in self.arrived if key not in gone]
 
-    def _take(self, most: int, pages: int) -> list[int]:
-        """Return up to `most` pages, the latest first, those that are not here but exist."""
+    def _take(self, most: int) -> list[int]:
+        """Return up to `most` of the pages that wait and are not here, the latest first."""
         taken: list[int] = []
         while self._wanted and len(taken) < most:
             key, _ = self._wanted.popitem()
-            if key not in self._guests and key % self._spec.max_pages < pages:
+            if key not in self._guests:
                 taken.append(key)
         return taken
 

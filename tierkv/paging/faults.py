@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from tierkv.errors import PageFaultError, WarmBudgetError
 from tierkv.kernels.fault import Mailbox, Question
 from tierkv.paging.ahead import ROOM_SHARE, ReadAhead
 from tierkv.paging.directory import NOWHERE
-from tierkv.paging.guests import Guests, Keys
+from tierkv.paging.guests import Guests, Keys, in_tables
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.frames import Frames
 
@@ -72,7 +72,8 @@ class FaultService:
         self.seconds = 0.0
         self.guests = Guests(manager.warm.guests)
         self._manager, self._state = manager, manager.selective
-        self._capacity = self._state.spec.max_pages
+        self._most = self._state.spec.max_pages  # of a sequence; those of the next one follow
+        self._capacity = self._state.addresses.shape[1]
         warm = manager.warm
         self._used: Frames = np.arange(warm.homes.capacity, warm.num_frames)
         warm.addresses(self._used)  # pinned now: no thread may do it in a step
@@ -119,17 +120,17 @@ class FaultService:
             self._noted = True
             self._lock.notify_all()
 
-    def welcome(self, position: int) -> Frames | None:
-        """Take a guest frame in every layer for a page that is sealed; None if there are too few.
+    def welcome(self, batch: int, position: int) -> Frames | None:
+        """Take guest frames, ``[layers * batch]``, for pages that are sealed; None if too few.
 
         The caller, between steps, fills them and tells the device of them.
         """
-        layers = len(self._state.addresses)
+        layers = np.arange(len(self._state.addresses))[:, None]
+        keys = layers * self._capacity + np.arange(batch) * self._most + position
         with self._lock:
-            if self.guests.free < layers:
+            if self.guests.free < keys.size:
                 return None
-            keys = np.arange(layers) * self._capacity + position
-            return self.guests.take(keys, self._state.steps)
+            return self.guests.take(keys.reshape(-1), self._state.steps)
 
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on. No step is running."""
@@ -139,7 +140,7 @@ class FaultService:
             self.ahead.forget()
             self._lock.wait_for(lambda: not self.ahead.under_way)
             keys = self.guests.keys
-            gone = keys[keys % self._capacity >= pages]
+            gone = keys[keys % self._capacity % self._most >= pages]
             self.guests.drop(gone)
             self.ahead.forget(set(gone.tolist()))
 
@@ -259,7 +260,7 @@ class FaultService:
             self._noted = False
             layers, pages = self.mailbox.take_foreseen()
             assert self._sequences is not None
-            there = pages < self._sequences.blocks.shape[1]
+            there = in_tables(self._sequences.blocks, pages, self._most)
             self.ahead.want(np.unique(layers[there] * self._capacity + pages[there]))
 
     def _answer(self, question: Question) -> None:
@@ -336,7 +337,7 @@ class FaultService:
         manager, sequences = self._manager, self._sequences
         assert sequences is not None and manager.cold is not None
         layer = int(keys[0]) // self._capacity + self._state.spec.dense_layers
-        blocks = sequences.blocks[0, keys % self._capacity]
+        blocks = sequences.blocks[np.divmod(keys % self._capacity, self._most)]
         with manager.tiers.changed:
             warm = manager.directory.warm[blocks, layer]
             for at in np.flatnonzero(warm != NOWHERE).tolist():
@@ -346,16 +347,12 @@ class FaultService:
         names = [manager.tiers.key(block, layer) for block in blocks[absent].tolist()]
         share = max(-(-len(names) // FAULT_THREADS), LEAST_PAGES)
         reads = manager.transfer.read_cold(names, frames[absent], settled=True, share=share)
-        self._wait(reads)
+        while wait(reads, timeout=BEAT).not_done:
+            self.mailbox.beat()
         for read in reads:
             read.result()
         with self._lock:
             manager.stats.cold_to_warm_bytes += len(names) * manager.cold.frame_bytes
-
-    def _wait(self, reads: list[Future[None]]) -> None:
-        """Wait for reads, and beat meanwhile."""
-        while wait(reads, timeout=BEAT).not_done:
-            self.mailbox.beat()
 
     def _release_passing(self) -> None:
         """Free the inbound frames of the latest answer. Lock held."""

@@ -72,11 +72,11 @@ class TierSet:
             selective=selective,
         )
         with torch.inference_mode(False):
-            extra = [
-                selective.frames if selective is not None and selective.selects(layer) else None
-                for layer in range(geometry.layers)
-            ]
-            self.hot = HotTier(geometry, place.hot_frames, device, extra)
+            extra, tails = list[int | None](), 1
+            if selective is not None:
+                tails, own = selective.sequences, selective.sequences * selective.frames
+                extra = [own if selective.selects(at) else None for at in range(geometry.layers)]
+            self.hot = HotTier(geometry, place.hot_frames, device, extra, tails)
             self.selective = (
                 None if selective is None else SelectiveState(selective, geometry, device)
             )

@@ -25,8 +25,9 @@ class HotTier:
 
     Args:
         frames_per_layer: frames that pages and tails take in every layer that is not selective.
-        selective: for each layer, frames beyond its one tail that selective attention manages
+        selective: for each layer, frames beyond its tails that selective attention manages
             itself, or None where pages have homes.
+        tails: tails of a layer that selects.
 
     Attributes:
         arenas: one `Arena` a layer.
@@ -42,11 +43,12 @@ class HotTier:
         frames_per_layer: int,
         device: torch.device,
         selective: Sequence[int | None] = (),
+        tails: int = 1,
     ):
         self.geometry = geometry
         extra = list(selective) or [None] * geometry.layers
         self.homed = [layer for layer, more in enumerate(extra) if more is None]
-        taken = [frames_per_layer if more is None else 1 for more in extra]
+        taken = [frames_per_layer if more is None else tails for more in extra]
         self.frames_per_layer = min(taken)
         self.arenas: list[Arena] = []
         self.selecting: tuple[torch.Tensor, torch.Tensor] | None = None

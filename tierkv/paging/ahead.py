@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 AHEAD_PAGES = 32
 """Pages that are read together at most. Few at once cost the host more each, and the thousands that
-were nearly chosen when decoding began then take longer to come: with 8, the first 64 steps waited
-for twice as long (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
+were nearly chosen when decoding began then take longer to come: with 8, steps 17 to 64 waited for
+16 ms instead of 3 (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
 MOST_WANTED = 4096
 """Pages that wait for their turn; those reported last come first."""
 AHEAD_AGE = 256

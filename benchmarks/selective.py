@@ -153,8 +153,8 @@ class Run:
         g, a = self.geometry, self.arguments
         knobs: dict[str, Any] = {
             "attention": "selective", "token_budget": a.token_budget, "selector": a.selector,
-            "dense_layers": a.dense_layers, "max_context": tokens + ROOM_TOKENS, "codec": a.codec,
-            "max_batch": a.batch,
+            "dense_layers": a.dense_layers, "max_context": tokens + ROOM_TOKENS,
+            "max_batch": a.batch, "codec": a.codec,
         }  # fmt: skip
         frame = FrameFormat(g, CODECS[a.codec], on_disk=warm is not None).frame_bytes
         spec = selective_settings(Config(**knobs), g, self.device, 0)
@@ -165,7 +165,7 @@ class Run:
         cpu = (selecting * pages + 64) * frame
         system = "selective" if warm is None else "three tiers"
         if warm is not None:
-            below = selecting * self.batch.prompts * (tokens // g.page_tokens) * frame
+            below = self.batch.prompts * selecting * (tokens // g.page_tokens) * frame
             cpu = int(below * warm)
             knobs |= {"store": a.store, "disk_budget": below + (4 << 30), "disk_floor": 1 << 30}
         with api.wrap(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 AHEAD_PAGES = 32
 """Pages that are read together at most. Few at once cost the host more each, and the thousands that
-were nearly chosen when decoding began then take longer to come: with 8, the first 64 steps waited
-for twice as long (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
+were nearly chosen when decoding began then take longer to come: with 8, steps 17 to 64 waited for
+16 ms instead of 3 (`benchmarks/faults.py`). A question that comes meanwhile shares the disk."""
 MOST_WANTED = 4096
 """Pages that wait for their turn; those reported last come first."""
 AHEAD_AGE = 256
@@ -72,12 +72,11 @@ class ReadAhead:
         if guests.free <= len(guests.frames) // ROOM_SHARE // 2:
             self._wanted.clear()  # the next step begins with room again
             return False
-        table = sequences.blocks  # may be cut
-        keys = np.array(sorted(self._take(min(AHEAD_PAGES, guests.free))), np.int64)
-        keys = keys[in_tables(table, keys % self._capacity, self._spec.max_pages)]
+        tables, most = sequences.blocks, self._spec.max_pages  # may be cut
+        keys = np.sort(np.array(self._take(min(AHEAD_PAGES, guests.free)), dtype=np.int64))
+        keys = keys[in_tables(tables, keys % self._capacity, most)]
         layers, pages = np.divmod(keys, self._capacity)
-        layers += self._spec.dense_layers
-        blocks = table[np.divmod(pages, self._spec.max_pages)]
+        layers, blocks = layers + self._spec.dense_layers, tables[np.divmod(pages, most)]
         cold = manager.directory.cold[blocks, layers]
         keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
         if not len(keys):
@@ -102,7 +101,7 @@ class ReadAhead:
             self.arrived = [key for key in self.arrived if key not in gone]
 
     def _take(self, most: int) -> list[int]:
-        """Return up to `most` pages, the latest first, those that are not here."""
+        """Return up to `most` of the pages that wait and are not here, the latest first."""
         taken: list[int] = []
         while self._wanted and len(taken) < most:
             key, _ = self._wanted.popitem()

@@ -1,17 +1,20 @@
 """Selective decoding at long contexts, beside exact decoding with everything on the GPU.
 
-Regime: one sequence, bf16, random weights and random KV filled in directly; each token is brought
-to the host before the next, as generation does. Pages of the selecting layers are in pinned host
-memory; the first `--dense-layers` layers are exact and hot. Two kinds of steps: `random` lets
-random weights choose for random tokens (hardly any locality: the worst case), `replayed` chooses
-what SmolLM2 chose on real text, scaled up (`tierkv/bench/locality.py`); scoring still takes its
-time. What decides the time is `ready`, the share of chosen head-pages that were in frames when a
-layer asked. Where lookups are foreseen (`--look-ahead`), `recall` is the share of the chosen that
-were foreseen, and `early` the share of fetched bytes that came ahead of their layer. Rows: eager;
-captured as a CUDA graph; the same with the model's layers compiled; both with lookups foreseen.
-`bare` is the captured step of the same model over 256 tokens: its floor. Ceilings: reading weights
-and what attention reads once from GPU memory, and moving the missed head-pages over the link, both
-at bandwidths measured first. The last line of stdout is one JSON object.
+Regime: one sequence, or `--batch` of them in one step, bf16, random weights and random KV filled in
+directly; each token is brought to the host before the next, as generation does. Pages of the
+selecting layers are in pinned host memory; the first `--dense-layers` layers are exact and hot. Two
+kinds of steps: `random` lets random weights choose for random tokens (hardly any locality: the
+worst case), `replayed` chooses what SmolLM2 chose on real text, scaled up
+(`tierkv/bench/locality.py`); scoring still takes its time. What decides the time is `ready`, the
+share of chosen head-pages that were in frames when a layer asked. Where lookups are foreseen
+(`--look-ahead`), `recall` is the share of the chosen that were foreseen, and `early` the share of
+fetched bytes that came ahead of their layer. Rows: eager; captured as a CUDA graph; the same with
+the model's layers compiled; both with lookups foreseen. `bare` is the captured step of the same
+model over 256 tokens: its floor. Ceilings: reading weights and what attention reads once from GPU
+memory, and moving the missed head-pages over the link, both at bandwidths measured first. The last
+line of stdout is one JSON object. Of a batch, a step makes a token of each sequence, and times,
+shares and bytes are of a step; with `--shared` they are samples of one prompt, whose pages are
+there once.
 
 With `--warm SHARE --store DIR` there are replayed rows only, first with three tiers: pinned memory
 for that share of the selecting layers' KV, the rest on disk, pages on disk waited for. Every row
@@ -21,6 +24,7 @@ per token, ahead of need and waited for, and what share of the throughput withou
 
     python benchmarks/selective.py --shape llama-3.1-8b:128K --shape qwen2.5-7b-1m:128K,1M \
         --exact 128K --compile
+    python benchmarks/selective.py --shape llama-3.1-8b:128K --batch 8 --shared --compile
     python benchmarks/selective.py --shape qwen2.5-7b-1m:1M --compile --eager-steps 0 \
         --warm 1/2 --store DIR --warmups 64 --steps 64
 """
@@ -33,7 +37,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -41,9 +44,8 @@ from typing import Any
 import torch
 
 from tierkv import api
-from tierkv.attention import selective_gpu
 from tierkv.bench import ceiling, memory, workload
-from tierkv.bench.locality import Player, Recording, replay
+from tierkv.bench.locality import Player, Recording, ReplayReader, replay
 from tierkv.cli_bench import contexts
 from tierkv.config import Config
 from tierkv.hf import shapes
@@ -51,7 +53,6 @@ from tierkv.hf.geometry import model_geometry
 from tierkv.hf.graph import DecodeGraph
 from tierkv.kernels.build import available
 from tierkv.page import Geometry
-from tierkv.paging.manager import PageManager
 from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.selection.settings import selective_settings
 from tierkv.units import format_bytes
@@ -77,6 +78,8 @@ def main() -> None:
         "--exact", default="1", metavar="TOKENS",
         help="also all on the GPU, ours and transformers', up to this context",
     )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=1, help="sequences that run together")
+    parser.add_argument("--shared", action="store_true", help="they are samples of one prompt")
     parser.add_argument("--warmups", type=int, default=8, help="steps before those timed")
     parser.add_argument("--warm", metavar="SHARE", help="also three tiers; such as 1/2")
     parser.add_argument("--store", metavar="DIR", help="where the third tier lies")
@@ -96,8 +99,9 @@ def main() -> None:
         f"{limits.host_to_device / 1e9:.1f} GB/s, "
         f"device memory {limits.device_memory / 1e12:.2f} TB/s"
     )
-    print(f"{'shape':>15} {'tokens':>8} {'system':>26} {'steps':>8} {'ms/token':>9} {'ready':>7} "
-          f"{'recall':>7} {'early':>7} {'ceiling':>8} {'hot KV':>7} {'summaries':>10}")  # fmt: skip
+    print(f"{'shape':>15} {'tokens':>8} {'batch':>5} {'system':>26} {'steps':>8} {'ms':>9} "
+          f"{'ready':>7} {'recall':>7} {'early':>7} {'ceiling':>8} {'hot KV':>7} {'summaries':>10}"
+          )  # fmt: skip
     report: dict[str, Any] = {"machine": name, "settings": vars(arguments), "rows": [],
                               "host_to_device": limits.host_to_device,
                               "device_memory": limits.device_memory}  # fmt: skip
@@ -133,6 +137,7 @@ class Run:
         self.name, self.model, self.geometry, self.limits = name, model, geometry, limits
         self.arguments, self.report = arguments, report
         self.device = model.device
+        self.batch = workload.Batch(arguments.batch, arguments.shared)
         table = model.get_input_embeddings().weight
         weights = sum(weight.nbytes for weight in model.parameters())
         tied = table is model.get_output_embeddings().weight
@@ -142,18 +147,21 @@ class Run:
         """Decode with most of the KV in pinned memory, or a share of it and the rest on disk."""
         torch.cuda.reset_peak_memory_stats(self.device)
         g, a = self.geometry, self.arguments
-        knobs = {
+        knobs: dict[str, Any] = {
             "attention": "selective", "token_budget": a.token_budget, "selector": a.selector,
             "dense_layers": a.dense_layers, "max_context": tokens + ROOM_TOKENS,
+            "max_batch": a.batch,
         }  # fmt: skip
         spec = selective_settings(Config(**knobs), g, self.device, 0)
-        pages, selecting = spec.max_pages + 2, g.layers - spec.dense_layers
+        pages = self.batch.pages(g, tokens, ROOM_TOKENS)
+        selecting = g.layers - spec.dense_layers
         state_bytes = selecting * spec.state_bytes(g)
         dense = spec.dense_layers * pages * g.page_bytes
         cpu = (selecting * pages + 64) * g.frame_bytes
         system = "selective" if warm is None else "three tiers"
         if warm is not None:
-            below = selecting * (tokens // g.page_tokens) * g.frame_bytes
+            prompt = selecting * (tokens // g.page_tokens) * g.frame_bytes
+            below = self.batch.prompts * prompt
             cpu = int(below * warm)
             knobs |= {"store": a.store, "disk_budget": below + (4 << 30), "disk_floor": 1 << 30}
         with api.wrap(
@@ -161,13 +169,14 @@ class Run:
         ) as wrapped:
             start = time.perf_counter()
             tier_cache = wrapped.cache()
-            workload.fill_tiers(tier_cache, g, tokens)
+            self.batch.fill(tier_cache, g, tokens)
             memory.synchronize(self.device)
             filled = time.perf_counter() - start
             state = wrapped.manager.selective
-            frames = selecting * (1 + spec.frames) * g.page_bytes
+            kv = self.batch.kv_bytes(g, tokens)
+            frames = selecting * a.batch * (1 + spec.frames) * g.page_bytes
             more = {
-                "hot_bytes": frames + spec.dense_layers * tokens // g.page_tokens * g.page_bytes,
+                "hot_bytes": frames + spec.dense_layers * kv // g.layers,
                 "summary_bytes": state_bytes - frames, "fill_seconds": filled,
             }  # fmt: skip
             if a.eager_steps and warm is None:
@@ -179,7 +188,7 @@ class Run:
             for way in list(ways) if a.compile else ():
                 ways[f"{way}, compiled"] = ways[way] | {"compiled": True}
             query = torch.empty(
-                (1, self.model.config.num_attention_heads, 1, g.k_dim),
+                (a.batch, self.model.config.num_attention_heads, 1, g.k_dim),
                 dtype=g.dtype, device=self.device,
             )  # fmt: skip
             for kind in ("replayed",) if a.warm else ("random", "replayed"):
@@ -201,7 +210,7 @@ class Run:
         made = replay(
             Recording.load(RECORDED),
             layers=self.geometry.layers - spec.dense_layers,
-            kv_heads=self.geometry.kv_heads,
+            kv_heads=self.arguments.batch * self.geometry.kv_heads,
             budget_pages=spec.budget_pages,
             first=spec.sink_pages,
             stop=tokens // self.geometry.page_tokens - spec.recent_pages,
@@ -213,16 +222,15 @@ class Run:
     def exact(self, tokens: int, name: str = "exact") -> None:
         """Decode with everything hot, captured."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        g = self.geometry
-        pages = (tokens + ROOM_TOKENS) // g.page_tokens + 2
+        g, pages = self.geometry, self.batch.pages(self.geometry, tokens, ROOM_TOKENS)
         with api.wrap(
             self.model,
             gpu_budget=pages * g.layers * g.page_bytes + STAGING_BYTES,
             cpu_budget="1GiB",
         ) as wrapped:
             tier_cache = wrapped.cache()
-            workload.fill_tiers(tier_cache, g, tokens)
-            more = {"hot_bytes": tokens * g.token_bytes, "summary_bytes": 0}
+            self.batch.fill(tier_cache, g, tokens)
+            more = {"hot_bytes": self.batch.kv_bytes(g, tokens), "summary_bytes": 0}
             ways = ("captured", "compiled") if self.arguments.compile else ("captured",)
             for way in ways:
                 graph = DecodeGraph(
@@ -236,8 +244,9 @@ class Run:
     def stock(self, tokens: int) -> None:
         """Decode with transformers' own cache, all on the GPU."""
         stock_cache = shapes.stock_cache(self.model)
-        workload.fill_stock(stock_cache, self.geometry, tokens, self.device)
-        more = {"hot_bytes": tokens * self.geometry.token_bytes, "summary_bytes": 0}
+        batch = self.batch.sequences
+        workload.fill_stock(stock_cache, self.geometry, tokens, self.device, batch)
+        more = {"hot_bytes": batch * tokens * self.geometry.token_bytes, "summary_bytes": 0}
         call = self.stepped(stock_cache)
         self.decode("transformers", tokens, "random", call, 8, None, more)
         del stock_cache, call
@@ -267,7 +276,10 @@ class Run:
         generator = torch.Generator().manual_seed(3)
         warmups = self.arguments.warmups
         feed = torch.randint(
-            1, self.model.config.vocab_size, (steps + warmups, 1, 1), generator=generator
+            1,
+            self.model.config.vocab_size,
+            (steps + warmups, self.arguments.batch, 1),
+            generator=generator,
         ).to(self.device)
         seconds: list[float] = []
         before = after = (0,) * 8
@@ -278,11 +290,14 @@ class Run:
             if player is not None:
                 player.advance()
             start = time.perf_counter()
-            call(token)[:, -1].argmax(-1).item()
+            call(token)[:, -1].argmax(-1).tolist()
             if index >= warmups:
                 seconds.append(time.perf_counter() - start)
-        g, bounds = self.geometry, {}
-        read, shares = tokens * g.token_bytes, {"ready": None, "recall": None, "early": None}
+        g, bounds, batch = self.geometry, {}, self.arguments.batch
+        read, shares = (
+            batch * tokens * g.token_bytes,
+            {"ready": None, "recall": None, "early": None},
+        )
         if state is not None:
             after = _counts(state)
             hits, late, awaited, used, _, early, _, _ = (
@@ -302,18 +317,18 @@ class Run:
             read = chosen + more["summary_bytes"] + read * dense / g.layers
         bounds["memory"] = (self.weights + read) / self.limits.device_memory
         row = {
-            "shape": self.name, "tokens": tokens, "system": system, "kind": kind,
+            "shape": self.name, "tokens": tokens, "batch": batch, "system": system, "kind": kind,
             "ms_mean": 1e3 * statistics.fmean(seconds), "ms_p50": 1e3 * statistics.median(seconds),
             "ms_p99": 1e3 * sorted(seconds)[int(0.99 * len(seconds))], "steps": steps,
             **shares, "bounds_ms": {name: 1e3 * bound for name, bound in bounds.items()},
-            "kv_bytes": tokens * g.token_bytes, "floors_ms": self.floors(tokens),
+            "kv_bytes": self.batch.kv_bytes(g, tokens), "floors_ms": self.floors(tokens),
             "peak_gpu_bytes": torch.cuda.max_memory_allocated(self.device), **more,
         }  # fmt: skip
         self.report["rows"].append(row)
         ceiling_ms = sum(row["bounds_ms"].values())
         texts = ["" if share is None else f"{share:.1%}" for share in shares.values()]
-        print(f"{self.name:>15} {tokens:>8} {system:>26} {kind:>8} {row['ms_p50']:>9.2f} "
-              f"{texts[0]:>7} {texts[1]:>7} {texts[2]:>7} {ceiling_ms:>8.2f} "
+        print(f"{self.name:>15} {tokens:>8} {batch:>5} {system:>26} {kind:>8} "
+              f"{row['ms_p50']:>9.2f} {texts[0]:>7} {texts[1]:>7} {texts[2]:>7} {ceiling_ms:>8.2f} "
               f"{more['hot_bytes'] / row['kv_bytes']:>7.1%} "
               f"{format_bytes(more['summary_bytes']):>10}", flush=True)  # fmt: skip
         if self.arguments.warm and kind == "replayed":
@@ -344,29 +359,14 @@ class Run:
               f"{other['of_two_tiers']['ms_p50']:.1%}", flush=True)  # fmt: skip
 
     def floors(self, tokens: int) -> dict[str, float]:
-        """Return the time of reading weights and all KV from GPU memory, by the KV's dtype."""
-        kv = tokens * self.geometry.token_bytes
+        """Return the time of reading weights and all KV from GPU memory, by the KV's dtype.
+
+        Each sequence reads its own, also where they share a prompt.
+        """
+        kv = self.arguments.batch * tokens * self.geometry.token_bytes
         parts = {"dense bf16": kv, "dense int8": kv // 2, "weights": 0}
         rate = self.limits.device_memory / 1e3
         return {name: (self.weights + num_bytes) / rate for name, num_bytes in parts.items()}
-
-
-class ReplayReader(selective_gpu.Reader):
-    """Chooses what a player says."""
-
-    def __init__(self, manager: PageManager, state: Any, query: torch.Tensor, player: Player):
-        super().__init__(manager, state, query)
-        self.player = player
-
-    def _choosing(
-        self, layer: int, query: Any, scores: Any, plan: Any, scale: float, faults: bool = False
-    ) -> Any:
-        choosing = super()._choosing(layer, query, scores, plan, scale, faults)
-        overruled = self.player.overrule(
-            choosing.score, scores.mass, self.state.index(layer),
-            guessed=plan is self.foreseen_plan,
-        )  # fmt: skip
-        return replace(choosing, score=overruled)
 
 
 def _counts(state: SelectiveState | None) -> tuple[int, ...]:

@@ -221,11 +221,13 @@ decode_pages(const long long* addresses, uint4* frames, long long frame, const v
 }
 
 // Decode head-pages. For KV head h and i < counts[h]: page pages[h, i], in the frame at
-// addresses[page], into device frame frames[h, i]; rows of `pages` and `frames` have `entries`.
+// addresses[page], into device frame frames[h, i]; rows of `pages` and `frames` have `entries`. Of
+// several sequences, the KV heads of one follow those of another; frames have `frame_heads`.
 extern "C" __global__ void __launch_bounds__(THREADS, DECODING_BLOCKS)
 decode_head_pages(const long long* addresses, const int* pages, const int* frames,
-                  const int* counts, int entries, int kv_heads, uint4* k, long long k_head,
-                  long long k_frame, uint4* v, long long v_head, long long v_frame) {
+                  const int* counts, int entries, int kv_heads, int frame_heads, uint4* k,
+                  long long k_head, long long k_frame, uint4* v, long long v_head,
+                  long long v_frame) {
     __shared__ uint4 parameters[HeadPage::PARAMETERS];
     int head = 0, first = 0, here = counts[0];  // entries of the heads before this one, and its own
     for (int i = blockIdx.x;; i += gridDim.x) {
@@ -236,9 +238,10 @@ decode_head_pages(const long long* addresses, const int* pages, const int* frame
         }
         const long long entry = static_cast<long long>(head) * entries + (i - first);
         const long long frame = frames[entry];
-        const uint4* const from = head_page(addresses, nullptr, 0, pages[entry], head);
+        const int own = head % frame_heads;
+        const uint4* const from = head_page(addresses, nullptr, 0, pages[entry], own);
         if (from)
-            decode_head_page(from, parameters, k + head * k_head + frame * k_frame,
-                             v + head * v_head + frame * v_frame);
+            decode_head_page(from, parameters, k + own * k_head + frame * k_frame,
+                             v + own * v_head + frame * v_frame);
     }
 }

@@ -61,10 +61,11 @@ DEVICE void ask(int layer, int round, const int* missing, const int* missing_cou
     for (int i = threadIdx.x; i < count; i += THREADS) addresses[pages[i]] = told[i];
 }
 
-// Part `part` of what the host should know of the choice of one KV head.
+// Part `part` of what the host should know of the choice of one KV head, of a sequence whose pages
+// count from `base_page`.
 DEVICE void note(int part, const float* mass, int stop, int first, const int* selected, int chosen,
                  const long long* addresses, const int* where, int now, float share,
-                 int* last_chosen, int* foreseen) {
+                 int* last_chosen, int base_page, int* foreseen) {
     __shared__ float least_of[WARPS];
     __shared__ int found;
     if (threadIdx.x == 0) found = 0;
@@ -82,12 +83,14 @@ DEVICE void note(int part, const float* mass, int stop, int first, const int* se
     for (int page = first + part * THREADS + threadIdx.x; page < stop; page += PARTS * THREADS) {
         if (addresses[page] != 0 || where[page] >= 0 || !(mass[page] >= share * least)) continue;
         const int at = atomicAdd(&found, 1);
-        if (at < FORESEEN) foreseen[1 + at] = page;
+        if (at < FORESEEN) foreseen[1 + at] = base_page + page;
     }
     __syncthreads();
     if (threadIdx.x == 0) foreseen[0] = min(found, FORESEEN);
 }
 
+// KV heads, addresses and pages of several sequences follow each other as in `choose_pages`.
+//
 // Block 0 asks, the others note at every fourth step. Runs after `choose_pages` and before the fetch.
 //
 // Round 0 of a layer asks for all its missing pages; the host may bring a part of them only. A later
@@ -105,7 +108,7 @@ report_choice(int layer, int round, const int* missing, const int* missing_count
               const long long* answers, unsigned long long patience, const float* mass,
               int mass_pages, int capacity, const int* sealed, int first, int recent,
               const int* selected, const int* chosen, const int* where, const int* step,
-              float share, int* last_chosen, int* foreseen) {
+              float share, int* last_chosen, int* foreseen, int sequence_heads) {
     if (blockIdx.x == 0) {
         ask(layer, round, missing, missing_counts, kv_heads, budget, addresses, state, mailbox,
             pages, answers, patience);
@@ -114,7 +117,8 @@ report_choice(int layer, int round, const int* missing, const int* missing_count
     if ((*step + layer) % EVERY != 0) return;
     const int index = blockIdx.x - 1, part = index % PARTS;
     const long long head = index / PARTS;
+    const int base_page = index / PARTS / sequence_heads * capacity;
     note(part, mass + head * mass_pages, min(*sealed - recent, capacity), first,
-         selected + head * budget, chosen[head], addresses, where + head * capacity, *step, share,
-         last_chosen, foreseen + index * (1 + FORESEEN));
+         selected + head * budget, chosen[head], addresses + base_page, where + head * capacity,
+         *step, share, last_chosen + base_page, base_page, foreseen + index * (1 + FORESEEN));
 }

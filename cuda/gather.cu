@@ -70,12 +70,13 @@ scatter_pages(const long long* addresses, const void* slots, int slot_bytes, int
 }
 
 // Head-pages to the device. For KV head h and i < counts[h]: page pages[h, i], host address
-// addresses[page], into frame frames[h, i]; rows of `pages` and `frames` have `entries` entries.
+// addresses[page], into frame frames[h, i]; rows of `pages` and `frames` have `entries` entries. Of
+// several sequences, the KV heads of one follow those of another; frames have `frame_heads`.
 extern "C" __global__ void __launch_bounds__(THREADS)
 fetch_head_pages(const long long* addresses, const int* pages, const int* frames,
-                 const int* counts, int entries, int kv_heads, uint4* k, long long k_head,
-                 long long k_frame, uint4* v, long long v_head, long long v_frame, int k_chunks,
-                 int v_chunks) {
+                 const int* counts, int entries, int kv_heads, int frame_heads, uint4* k,
+                 long long k_head, long long k_frame, uint4* v, long long v_head,
+                 long long v_frame, int k_chunks, int v_chunks) {
     const int pieces = (k_chunks + v_chunks + PIECE - 1) / PIECE;
     int head = 0, first = 0, here = counts[0];  // entries of the heads before this one, and its own
     for (int i = blockIdx.x * WARPS + threadIdx.x / LANES;; i += gridDim.x * WARPS) {
@@ -87,9 +88,9 @@ fetch_head_pages(const long long* addresses, const int* pages, const int* frames
         const long long entry = static_cast<long long>(head) * entries + (i / pieces - first);
         const long long frame = frames[entry];
         uint4* const host = reinterpret_cast<uint4*>(addresses[pages[entry]]);
+        const long long own = head % frame_heads;
         if (host)
-            copy_piece<true>(host + static_cast<long long>(head) * (k_chunks + v_chunks),
-                             k + head * k_head + frame * k_frame,
-                             v + head * v_head + frame * v_frame, k_chunks, v_chunks, i % pieces);
+            copy_piece<true>(host + own * (k_chunks + v_chunks), k + own * k_head + frame * k_frame,
+                             v + own * v_head + frame * v_frame, k_chunks, v_chunks, i % pieces);
     }
 }

@@ -246,9 +246,13 @@ DEVICE int list_marked(const unsigned* above, const unsigned* equal, int words, 
 
 constexpr int MISS = -1, MISSING = -2;  // instead of a frame
 
-// The rules, per KV head; the rows of KV heads follow each other. The first `cached` masses are
-// kept in shared memory; a list of candidates has room for `listed`. Rows of `mass` are of whole 16
-// bytes.
+// The rules, per KV head; the rows of KV heads follow each other, those of one sequence after those
+// of another: `sequence_heads` each. The first `cached` masses are kept in shared memory; a list of
+// candidates has room for `listed`. Rows of `mass` are of whole 16 bytes.
+//
+// Sequence s has the addresses from s * capacity on, and pages in `fetch_pages` and `missing` count
+// from there; its slots begin at frame first_frame + s * sequence_frames, its last frame is
+// last_frame + s. What follows speaks of the first sequence.
 //
 // Choose: of candidates [first, last), last = min(*sealed - recent, capacity), those of largest
 // mass, `budget` at most, or as few as hold share * 2^-32 of the candidates' mass if `share` is not
@@ -275,7 +279,8 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
              int table_pages, int table_offset, int page_tokens, const int* last_tokens,
              int last_frame, int* count, int* tokens,
              int* fetch_pages, int* fetch_frames, int* fetch_count, int* missing,
-             int* missing_count, unsigned long long* stats, int waits) {
+             int* missing_count, unsigned long long* stats, int waits, int sequence_heads,
+             int sequence_frames) {
     SHARED_MEMORY(shared);
     __shared__ Scratch scratch;
     __shared__ unsigned again;  // hits that were chosen in this step before
@@ -288,7 +293,11 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     int* const frames = pages + budget;   // [budget] theirs, or of a miss its place in the table
     int* const misses = frames + budget;  // [budget] indices of both
     const long long head = blockIdx.x;
+    const int sequence = blockIdx.x / sequence_heads, base_page = sequence * capacity;
     const int origin = first / 4 * 4;
+    addresses += base_page;
+    first_frame += sequence * sequence_frames;
+    last_frame += sequence;
     mass += head * mass_pages + origin;
     where += head * capacity;
     held += head * slots;
@@ -395,7 +404,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
     int absent = 0;
     if (waits)
         absent = walk(chosen, scratch, [&](int i) { return frames[i] == MISSING ? 1 : 0; },
-                      [&](int i, int, Sum before) { missing[before.count] = pages[i]; }).count;
+                      [&](int i, int, Sum before) { missing[before.count] = base_page + pages[i]; }).count;
     const Sum others = walk(
         chosen, scratch,
         [&](int i) {
@@ -405,7 +414,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
         [&](int i, int kind, Sum before) {
             const int place = i - static_cast<int>(before.mass);  // the table has none missing
             if (kind == 3) table[place] = frames[i];
-            if (kind == 2) missing[before.mass] = pages[i];
+            if (kind == 2) missing[before.mass] = base_page + pages[i];
             if (kind == 1) {
                 misses[before.count] = i;
                 frames[i] = place;
@@ -423,7 +432,7 @@ choose_pages(const float* mass, int mass_pages, int capacity, const int* sealed,
             stamp[slot] = now;
             where[page] = frame;
             table[frames[misses[rank]]] = frame;
-            fetch_pages[rank] = page;
+            fetch_pages[rank] = base_page + page;
             fetch_frames[rank] = frame;
         });
     }

@@ -190,6 +190,7 @@ class TieredModel:
         """Run a prompt into a cache in chunks; see `tierkv.prefill`."""
         self._check_open()
         self._check_own(tier_cache)
+        self._check_batch(len(input_ids), attention_mask)
         if self.config.prefix_cache:
             reuse.begin(
                 tier_cache, self.hf_model, input_ids, attention_mask, input_ids.shape[1] - 1
@@ -231,6 +232,8 @@ class TieredModel:
 
         Raises:
             ConfigError: an argument contradicts what tierkv does itself.
+            ConfigError, UnsupportedModelError: attention is selective, and the batch is larger than
+                `max_batch`, or has padding.
         """
         self._check_open()
         input_ids = kwargs.pop("input_ids", inputs)
@@ -244,6 +247,7 @@ class TieredModel:
         mask = kwargs.pop("attention_mask", None)
         if mask is None:
             mask = infer_mask(self.hf_model, input_ids, kwargs)
+        self._check_batch(len(input_ids) * copies_of(self.hf_model, kwargs), mask)
         layout = None
         try:
             if self.config.prefix_cache and not given and may_lay_out(self.hf_model, kwargs):
@@ -266,6 +270,8 @@ class TieredModel:
             raise
         if self.config.prefix_cache and (setting(self.hf_model, kwargs, "num_beams") or 1) == 1:
             reuse.keep(tier_cache, getattr(output, "sequences", output), mask)
+        if not given and isinstance(output, torch.Tensor):
+            tier_cache.close()  # nobody else has it, and a collector may be late
         return output if layout is None else layout.restored(output)
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
@@ -280,6 +286,18 @@ class TieredModel:
                 raise ConfigError(f"generate takes input_ids and attention_mask only, not {name}")
         if setting(self.hf_model, kwargs, "use_cache") is False:
             raise ConfigError("use_cache=False contradicts tierkv, which is a cache")
+
+    def _check_batch(self, rows: int, mask: torch.Tensor | None) -> None:
+        """Refuse, before a long prefill, what selective attention could not go on with."""
+        state = self.manager.selective if self.manager is not None else None
+        if state is None:
+            return
+        state.check_room(rows, 0, self.config.page_tokens)
+        if mask is not None and not bool(mask.all()):
+            raise UnsupportedModelError(
+                f"attention='selective' cannot hide padding, and attention_mask hides "
+                f"{int((mask == 0).sum())} tokens; pass sequences of equal length"
+            )
 
     def _check_own(self, tier_cache: Any) -> None:
         if not isinstance(tier_cache, TierCache) or tier_cache.manager is not self.manager:

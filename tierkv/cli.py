@@ -64,6 +64,7 @@ _HELP = {
     "salt": ("TEXT", "pages saved under one text are not found under another"),
     "prefix_cache": ("", "begin new requests with pages of finished ones"),
     "max_context": ("N", "tokens to keep summaries for; 0 takes the model's limit"),
+    "max_batch": ("N", "sequences that selective attention decodes together at most"),
     "model": ("DIR", "directory of a Hugging Face model, or smollm2"),
     "max_new_tokens": ("N", "tokens to generate at most"),
     "temperature": ("T", "sampling temperature; 0 is greedy"),

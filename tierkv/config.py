@@ -93,6 +93,8 @@ class Config:
         residual_tokens: last tokens of each sequence that stay as they were computed where pages
             are encoded: their pages stay hot and raw, which takes as many frames of every exact
             layer. In layers that select, `recent_tokens` stay so.
+        max_batch: sequences that selective attention decodes together at most, all of one length
+            and without padding; each takes as much of `gpu_budget` as the first.
         cuda_graph: whether `generate` replays decode steps as a CUDA graph. None: where it can, and
             where the first replay gives the logits of the model's own step; True: where it can,
             without comparing, and with a warning where it cannot.
@@ -127,6 +129,7 @@ class Config:
     on_cold_miss: str = "wait"
     reuse: float = 2.0
     max_context: int = 0
+    max_batch: int = 1
     codec: str = "raw"
     residual_tokens: int = 0
     salt: str = ""
@@ -162,6 +165,7 @@ class Config:
         for name in ("sink_tokens", "recent_tokens", "residual_tokens", "max_context"):
             _check_int(name, getattr(self, name), 0, 1 << 30)
         _check_int("dense_layers", self.dense_layers, 0, 1 << 16)
+        _check_int("max_batch", self.max_batch, 1, 1024)
         codecs = parse_codecs(self.codec)
         plain = ",".join(f"{tier}={name}" for tier, name in codecs._asdict().items())
         object.__setattr__(self, "codec", "raw" if codecs.cold == "raw" else plain)

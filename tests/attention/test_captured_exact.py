@@ -7,6 +7,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tests.kernels import emulator
 from tests.paging.test_encoded_hot import below, roomy
 from tests.paging_helpers import budgets
 from tierkv import api
-from tierkv.attention import captured_exact
-from tierkv.errors import TierKVError, WarmBudgetError
+from tierkv.attention import captured, captured_exact
+from tierkv.errors import KernelsUnavailableError, TierKVError, WarmBudgetError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.geometry import model_geometry
@@ -414,9 +415,10 @@ def test_nothing_is_replayed_after_a_forward_that_stopped_midway(monkeypatch: An
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_model_that_takes_no_positions_is_decoded_without_a_graph(monkeypatch: Any) -> None:
-    """Its TypeError ended `generate`, where other reasons not to capture a step are warnings;
-    that warning was not given if there had been a reason nobody had to be told before.
+@pytest.mark.parametrize("reason", ["unexpected keyword argument", "no compiler"])
+def test_what_cannot_be_captured_is_decoded_without_a_graph(reason: str, monkeypatch: Any) -> None:
+    """A model that takes no positions, or a kernel that cannot be compiled, ended `generate`, where
+    others are warnings; these were not given after a reason nobody had to be told.
     """
     ids = torch.randint(3, 199, (1, 40), generator=torch.Generator().manual_seed(1))
     hf_model, reasons = model("llama"), ["made up", ""]
@@ -432,13 +434,16 @@ def test_a_model_that_takes_no_positions_is_decoded_without_a_graph(monkeypatch:
         def said() -> str:
             return reasons.pop(0) if reasons else obstacle()
 
-        graph._forward, graph.obstacle = strict, said  # type: ignore[method-assign]
+        graph.obstacle = said  # type: ignore[method-assign]
+        if reason != "no compiler":
+            graph._forward = strict
         return graph
 
     monkeypatch.setattr(api, "decode_graph", made)
+    monkeypatch.setattr(captured, "append", Mock(side_effect=KernelsUnavailableError(reason)))
     with (
         tierkv.wrap(hf_model, page_tokens=16) as wrapped,
-        pytest.warns(UserWarning, match="cannot be captured .*unexpected keyword argument"),
+        pytest.warns(UserWarning, match=f"cannot be captured .*{reason}"),
     ):
         got = wrapped.generate(ids, max_new_tokens=4, do_sample=False)
     assert got.tolist() == want.tolist()

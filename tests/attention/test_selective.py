@@ -55,8 +55,9 @@ def test_pages_left_out_are_as_if_masked(
     look_up, attend = selective.look_up, selective.attend
 
     def recorded(query: Any, state: Any, layer: int, sealed: int, scale: float) -> torch.Tensor:
-        looked_up[layer] = look_up(query, state, layer, sealed, scale)
-        return looked_up[layer]
+        pages = look_up(query, state, layer, sealed, scale)
+        (looked_up[layer],) = pages
+        return pages
 
     def watched(query: Any, lookup: Any, *, scale: float, **more: Any) -> torch.Tensor:
         out = attend(query, lookup, scale=scale, **more)
@@ -120,7 +121,7 @@ def test_a_context_may_be_cut_and_go_on(tmp_path: Path) -> None:
 def test_what_cannot_be_selective_says_so(tmp_path: Path) -> None:
     ids, _ = prompt("single")
     with tierkv.wrap(model("llama"), **settings("warm", "llama", tmp_path)) as wrapped:
-        with pytest.raises(ConfigError, match="one sequence at a time, got a batch of 2"):
+        with pytest.raises(ConfigError, match=r"max_batch is 1, and .* got a batch of 2"):
             wrapped.generate(ids.repeat(2, 1), max_new_tokens=2)
         with pytest.raises(ConfigError, match="max_context is 1024 tokens"):
             wrapped.prefill(ids.repeat(1, 10), wrapped.cache())

@@ -119,3 +119,23 @@ def test_summary_of_steps() -> None:
 
 def test_stock_prefill_takes_time(model: Any) -> None:
     assert workload.stock_prefill(model, torch.ones((1, 96), dtype=torch.long), 32) > 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_batch_is_filled_and_has_the_pages_it_says(
+    shared: bool, model: Any, geometry: Any
+) -> None:
+    """One prompt that all share, or one each; the pages they may come to suffice."""
+    batch = workload.Batch(3, shared)
+    pages = batch.pages(geometry, 100, 64)
+    budget = pages * geometry.layers * geometry.page_bytes + (1 << 20)
+    with api.wrap(model, gpu_budget=budget, cpu_budget="1MiB") as wrapped:
+        cache = wrapped.cache()
+        batch.fill(cache, geometry, 100)
+        assert cache.sequences.batch == 3 and cache.get_seq_length() == 100
+        sealed = {tuple(row[:3]) for row in cache.sequences.blocks.tolist()}
+        assert len(sealed) == batch.prompts == (1 if shared else 3)
+        workload.step(model, cache, torch.ones((3, 64), dtype=torch.long))
+        assert wrapped.manager.directory.live <= pages
+        assert wrapped.stats()["moved_bytes"]["hot_to_warm"] == 0
+    assert batch.kv_bytes(geometry, 100) == batch.prompts * 100 * geometry.token_bytes

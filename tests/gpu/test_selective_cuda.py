@@ -167,3 +167,31 @@ def test_pages_that_were_there_already_are_chosen_alike(way: str, tmp_path: Path
         assert context.restored_tokens == 700
         assert context.generate(**new)[0].tolist() == want
         assert context.cache.graph.replays > 30
+
+
+@pytest.mark.parametrize(("kind", "cuda_graph"), [("hot", False), ("hot", True), ("cold", True)])
+@pytest.mark.filterwarnings("error:decoding without a CUDA graph")
+def test_a_batch_says_what_its_sequences_say_alone(
+    kind: str, cuda_graph: bool, tmp_path: Path
+) -> None:
+    """Rows of a batch, and samples that share a prompt; on disk, pages are waited for in a step."""
+    torch.manual_seed(0)
+    hf_model = deep()
+    ids = torch.randint(3, 199, (3, 900), device="cuda")
+    given = settings(kind, "llama", tmp_path, token_budget=128, dense_layers=int(kind == "hot"))
+    given |= {"max_context": 2048, "gpu_budget": "64MiB", "cuda_graph": cuda_graph}
+    if kind == "cold":
+        given["cpu_budget"] = "2MiB"
+    want = [greedy(hf_model, row[None], given, 20) for row in ids]
+    with tierkv.wrap(hf_model, **given, max_batch=3) as wrapped:
+        tier_cache = wrapped.cache()
+        argument = {cache_argument(hf_model): tier_cache}
+        got = wrapped.generate(ids, max_new_tokens=20, do_sample=False, **argument)
+        assert got[:, 900:].tolist() == want
+        assert (tier_cache.graph.replays if tier_cache.graph else 0) == (20 if cuda_graph else 0)
+        faults = wrapped.stats()["selective"].get("faults")
+        assert kind == "hot" or faults["pages_awaited"] > 0
+        same = wrapped.generate(
+            ids[:1], max_new_tokens=20, do_sample=True, top_k=1, num_return_sequences=3
+        )
+        assert same[:, 900:].tolist() == [want[0]] * 3

@@ -306,6 +306,8 @@ def test_calls_do_not_add_up(as_dict: bool) -> None:
         try:
             for _ in range(4):
                 out = wrapped.generate(ids, return_dict_in_generate=as_dict, **GREEDY)
+                if not as_dict:  # with its output alive
+                    assert wrapped.stats()["tiers"]["hot"]["pages"] == 0
                 del out
         finally:
             gc.enable()

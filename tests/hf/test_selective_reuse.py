@@ -15,7 +15,7 @@ from tests.attention.test_selective import settings
 from tests.hf.test_exact_tokens import model
 from tests.hf.test_generation import tokens
 from tierkv.attention import selective
-from tierkv.errors import ConfigError
+from tierkv.errors import ConfigError, UnsupportedModelError
 
 NEW = {"max_new_tokens": 20, "do_sample": False}
 KINDS = ["hot", "warm", "cold"]
@@ -140,8 +140,10 @@ def test_what_is_refused_leaves_the_context_that_is_there(tmp_path: Path) -> Non
         want = wrapped.generate(ids, **NEW)[0, 300:].tolist()
         context.append(ids)
         rows = torch.stack([ids[0], torch.cat([torch.zeros_like(ids[0, :20]), ids[0, 20:]])])
-        with pytest.raises(ConfigError, match="one sequence at a time, got a batch of 2"):
+        with pytest.raises(ConfigError, match=r"max_batch is 1, and .* got a batch of 2"):
             wrapped.generate(rows, attention_mask=(rows != 0).long(), **NEW)
+        with pytest.raises(UnsupportedModelError, match="cannot hide padding"):
+            wrapped.generate(rows[1:], attention_mask=(rows[1:] != 0).long(), **NEW)
         with pytest.raises(ConfigError, match="max_context is 1024 tokens"):
             wrapped.prefill(ids.repeat(1, 10), wrapped.cache())
         assert context.generate(**NEW)[0].tolist() == want

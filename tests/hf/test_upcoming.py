@@ -15,6 +15,7 @@ from tierkv.hf import step
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.step import StepCache, running
 from tierkv.hf.upcoming import Upcoming
+from tierkv.paging.sequences import Sequences
 
 LAYERS = 6
 
@@ -24,7 +25,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.manager = self
-        self.device = torch.device("cpu")
+        self.device, self.sequences = torch.device("cpu"), Sequences(LAYERS)
         self.asked: dict[int, torch.Tensor] = {}
         self.foreseen: dict[int, torch.Tensor] = {}
 

@@ -126,7 +126,8 @@ def check_decode(seed: int, codec: Codec, geometry: Geometry, device: torch.devi
 def check_fetch(seed: int, codec: Codec, geometry: Geometry, device: torch.device) -> None:
     """Head-pages of a list whose length only the device knows."""
     problem = Problem(seed, codec, geometry, device)
-    rng, heads, count = problem.rng, geometry.kv_heads, problem.count
+    rng, own_heads, count = problem.rng, geometry.kv_heads, problem.count
+    heads = rng.choice([1, 2]) * own_heads  # of one sequence or of two
     host = problem.host(problem.encoded.clone())
     addresses = problem.addresses(host)
     arena = Arena.allocate(geometry, count + 1, device)[0]
@@ -136,16 +137,18 @@ def check_fetch(seed: int, codec: Codec, geometry: Geometry, device: torch.devic
     want = [x.cpu().clone() for x in (pages.k, pages.v)]
     fetches = Fetches.allocate(heads, 4, device)
     fetches.pages.fill_(1 << 30)
+    free = [rng.sample(range(count + 1), count + 1) for _ in range(own_heads)]
     for head in range(heads):
-        number = rng.randint(0, count)
+        own = head % own_heads
+        number = rng.randint(0, min(count, len(free[own])))
         chosen = rng.sample(range(count), number)
-        slots = rng.sample(range(count + 1), number)
+        slots = [free[own].pop() for _ in range(number)]
         fetches.pages[head, :number] = torch.tensor(chosen, device=device)
         fetches.frames[head, :number] = torch.tensor(slots, device=device)
         fetches.counts[head] = number
         for page, slot in zip(chosen, slots, strict=True):
             for whole, decoded in zip(want, problem.decoded, strict=True):
-                whole[head, slot] = decoded[head, page]
+                whole[own, slot] = decoded[own, page]
     blocks = rng.choice([1, 2, 5])
     kernels.prepare_fetch(problem.layout, addresses, fetches, pages, blocks=blocks).run()
     problem.wait()

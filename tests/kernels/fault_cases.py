@@ -20,6 +20,7 @@ class Case:
     def __init__(self, seed: int, device: torch.device):
         chance = np.random.default_rng(seed)
         self.heads, self.budget = int(chance.integers(1, 4)), int(chance.integers(1, 40))
+        sequences = self.heads if seed % 2 else 1
         self.capacity = int(chance.integers(64, 3 * THREADS * PARTS))
         self.first, self.recent = int(chance.integers(0, 5)), int(chance.integers(0, 5))
         self.stop = int(chance.integers(60, self.capacity + 1))
@@ -33,13 +34,16 @@ class Case:
             taken = np.sort(chance.permutation(candidates)[:count])
             self.selected[head, :count] = taken
             mass[head, taken] += 0.5
-        self.addresses = np.where(chance.random(self.capacity) < 0.4, 0, 64)
+        self.addresses = np.where(chance.random(sequences * self.capacity) < 0.4, 0, 64)
+        self.base = np.arange(self.heads) * sequences // self.heads * self.capacity
         self.where = np.where(chance.random((self.heads, self.capacity)) < 0.2, 5, -1)
-        self.missing = [
-            row[row >= 0][self.addresses[row[row >= 0]] == 0] for row in self.selected
-        ]  # fmt: skip
+        rows = zip(self.base, self.selected, strict=True)
+        pages = [base + row[row >= 0] for base, row in rows]
+        self.missing = [row[self.addresses[row] == 0] for row in pages]
         self.mass = mass
-        self.box = Mailbox.allocate(LAYERS, self.capacity, self.heads, self.budget, device)
+        self.box = Mailbox.allocate(
+            LAYERS, len(self.addresses), self.heads, self.budget, device
+        )  # fmt: skip
         self.plan = select.Plan.allocate(self.heads, self.budget, device)
         self.plan.selected.copy_(torch.from_numpy(self.selected))
         self.plan.chosen.copy_(torch.from_numpy(self.chosen))
@@ -101,16 +105,17 @@ def check_notes(seed: int, device: torch.device) -> None:
         count = case.chosen[head]
         least = case.mass[head, case.selected[head, :count]].min(initial=np.inf)
         page = np.arange(case.first, case.stop)
-        near = (case.addresses[page] == 0) & (case.where[head, page] < 0)
+        near = (case.addresses[case.base[head] + page] == 0) & (case.where[head, page] < 0)
         near &= case.mass[head, page] >= np.float32(share) * least
         for part in range(PARTS):
-            mine = page[near & ((page - case.first) // THREADS % PARTS == part)]
+            mine = case.base[head] + page[near & ((page - case.first) // THREADS % PARTS == part)]
             rows[head * PARTS + part] = set(mine.tolist())
             wanted |= rows[head * PARTS + part]
     assert len(pages) == sum(min(len(row), FORESEEN) for row in rows.values())
     assert set(pages.tolist()) <= wanted
-    last = np.zeros((LAYERS, case.capacity), dtype=np.int32)
-    last[LAYER, case.selected[case.selected >= 0]] = 75
+    last = np.zeros((LAYERS, len(case.addresses)), dtype=np.int32)
+    for base, row in zip(case.base, case.selected, strict=True):
+        last[LAYER, base + row[row >= 0]] = 75
     np.testing.assert_array_equal(case.box.last_chosen.cpu().numpy(), last)
     np.testing.assert_array_equal(case.table.cpu().numpy(), case.addresses)
 

@@ -100,7 +100,9 @@ def check_pages(seed: int, geometry: Geometry, device: torch.device, *, to_host:
 def check_fetch(seed: int, geometry: Geometry, device: torch.device) -> None:
     """Copy head-pages of a list whose length only the device knows; the rest of it is nonsense."""
     problem = Problem(seed, geometry, device)
-    rng, heads = problem.rng, geometry.kv_heads
+    rng, own_heads = problem.rng, geometry.kv_heads
+    sequences = rng.choice([1, 1, 2, 3])
+    heads = sequences * own_heads
     capacity, entries = len(problem.host), rng.randint(1, 12)
     hosts = problem.pick(capacity)
     fetches = gather.Fetches.allocate(heads, entries, device)
@@ -110,17 +112,19 @@ def check_fetch(seed: int, geometry: Geometry, device: torch.device) -> None:
     launch = gather.prepare_fetch(addresses, fetches, problem.pages, blocks=rng.choice([1, 2, 16]))
     for _ in range(2):
         want = problem.device_pages()
+        free = [rng.sample(range(problem.frames), problem.frames) for _ in range(own_heads)]
         for head in range(heads):
-            count = rng.choice([0, 1, entries])
+            own = head % own_heads
+            count = min(rng.choice([0, 1, entries]), len(free[own]))
             pages = rng.sample(range(capacity), count)
-            slots = rng.sample(range(problem.frames), count)
+            slots = [free[own].pop() for _ in range(count)]
             fetches.pages[head, :count] = torch.tensor(pages, device=device)
             fetches.frames[head, :count] = torch.tensor(slots, device=device)
             fetches.counts[head] = count
             for page, slot in zip(pages, slots, strict=True):
                 for on_host, on_device in zip(problem.host_pages(), want, strict=True):
                     if hosts[page] >= 0:
-                        on_device[head, slot] = on_host[head, hosts[page]]
+                        on_device[own, slot] = on_host[own, hosts[page]]
         launch.run()
         problem.wait()
         assert all(map(torch.equal, problem.device_pages(), want))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -235,22 +235,26 @@ def check_plans(
 ) -> None:
     """Plan several steps with one launch on a growing sequence; compare everything, each time."""
     rng = random.Random(seed)
-    kv_heads = rng.randint(1, 3)
+    sequences, own_heads = rng.choice([(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)])
+    kv_heads = sequences * own_heads
     budget = budget or rng.choice([1, 7, 40])
     slots = slots or budget + rng.choice([0, 3, budget])
     first, recent, offset = rng.randint(0, 3), rng.randint(0, 3), rng.choice([0, 2])
     share = rng.choice([None, None, 0.3, 0.9, 1.0])
     cache = select.ReuseCache.allocate(kv_heads, capacity, slots, device, rng.choice([0, 11]))
+    cache = replace(cache, sequence_frames=slots + capacity)
     plan = select.Plan.allocate(kv_heads, budget, device, offset)
-    heads = [Head({}, [-1] * slots, [0] * slots, cache.first_frame) for _ in range(kv_heads)]
+    firsts = [
+        cache.first_frame + index // own_heads * cache.sequence_frames for index in range(kv_heads)
+    ]
+    heads = [Head({}, [-1] * slots, [0] * slots, frame) for frame in firsts]
     placed = rng.sample(range(capacity), rng.choice([0, min(4, capacity)]))
     for page in placed:  # frames that the caller has filled and that are no slots
-        frame = cache.first_frame + slots + page
-        cache.where[:, page] = frame
-        for head in heads:
-            head.where[page] = frame
-    present = [rng.random() < 0.9 for _ in range(capacity)]
-    addresses = torch.tensor([64 * (page + 1) * here for page, here in enumerate(present)])
+        for index, head in enumerate(heads):
+            head.where[page] = firsts[index] + slots + page
+            cache.where[index, page] = head.where[page]
+    everywhere = [rng.random() < 0.9 for _ in range(sequences * capacity)]
+    addresses = torch.tensor([64 * (page + 1) * here for page, here in enumerate(everywhere)])
     row = round_up(capacity, 4) + rng.choice([0, 4])
     mass = torch.full((kv_heads, row), float("nan"), device=device)
     sealed, step = int32(0, device), int32(0, device)
@@ -260,7 +264,6 @@ def check_plans(
         step=step, page_tokens=16, mass_target=share, last_frame=5, waits=waits,
         last_tokens=None if last is None else int32(last, device),
     )  # fmt: skip
-    ending = [] if last is None else [5]
     run = launch.run
     if replay:
         launch.run()  # of no candidates: changes nothing
@@ -284,6 +287,10 @@ def check_plans(
         run()
         for index, head in enumerate(heads):
             chosen = [first + i for i in choose(values[index][first:stop], budget, share)]
+            sequence = index // own_heads
+            base = sequence * capacity
+            present = everywhere[base : base + capacity]
+            ending = [] if last is None else [5 + sequence]
             frames, fetches, missing = head.plan(chosen, present, number, waits)
 
             def rest(entries: list[int], filler: int = ABSENT, room: int = budget) -> list[int]:
@@ -300,9 +307,9 @@ def check_plans(
                 "selected": rest(chosen, -1), "chosen": len(chosen),
                 "table": [ABSENT] * offset + rest([*frames, *ending], room=budget + 1),
                 "counts": len(frames), "tokens": 16 * (offset + len(frames)) + (last or 0),
-                "pages": rest([f[0] for f in fetches]),
+                "pages": rest([base + f[0] for f in fetches]),
                 "frames": rest([f[1] for f in fetches]), "fetches": len(fetches),
-                "missing": rest(missing), "missing_counts": len(missing),
+                "missing": rest([base + page for page in missing]), "missing_counts": len(missing),
                 "stats": head.stats, "held": head.held, "stamp": head.stamp,
             }  # fmt: skip
             for name, tensor in got.items():

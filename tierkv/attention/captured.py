@@ -1,4 +1,4 @@
-"""Attention of decode steps that are captured as a CUDA graph: one sequence.
+"""Attention of decode steps that are captured as a CUDA graph.
 
 A captured step reads every length, slot and table from device memory, which `begin` sets before
 each replay. Layers that select read through their `Reader`, the others through `CapturedExact`.
@@ -15,6 +15,7 @@ import torch
 from tierkv.attention import selective_gpu
 from tierkv.attention.captured_exact import CapturedExact
 from tierkv.attention.selective_gpu import MAX_ROUNDS, rounds
+from tierkv.attention.step_numbers import StepNumbers
 from tierkv.kernels.append import append
 from tierkv.paging.manager import PageManager
 from tierkv.paging.sequences import Sequences
@@ -39,9 +40,10 @@ class CapturedLookups:
         self.manager, self.sequences = manager, sequences
         spec = manager.selective.spec if manager.selective is not None else None
         self.exact_layers = layers if spec is None else min(spec.dense_layers, layers)
-        self.exact = CapturedExact(manager, sequences, self.exact_layers, max_pages, padding)
-        shape = layers, max(sequences.batch, 1)
-        self.slots = torch.zeros(shape, dtype=torch.int64, device=device)
+        rows = max(sequences.batch, 1)
+        self.numbers = StepNumbers(layers, self.exact_layers, rows, device)
+        self.exact = CapturedExact(manager, sequences, self.numbers, max_pages, padding)
+        self._hidden = 0 if padding is None else padding.cpu()[:, None]
         self._reader: selective_gpu.Reader | None = None
 
     def obstacle(self) -> str:
@@ -53,8 +55,9 @@ class CapturedLookups:
             return f"the context outgrew the {self.exact.max_pages} pages that were captured"
         if obstacle := self.exact.obstacle(past):
             return obstacle
-        if self.waits and selective is not None and rounds(self.manager) > MAX_ROUNDS:
-            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads
+        batch = max(self.sequences.batch, 1)
+        if self.waits and selective is not None and rounds(self.manager, batch) > MAX_ROUNDS:
+            missing = selective.spec.budget_pages * self.manager.geometry.kv_heads * batch
             return (
                 f"a layer may wait for {missing} pages on disk, and cpu_budget leaves room for "
                 f"{self.manager.warm.inbound.capacity} at once"
@@ -80,11 +83,20 @@ class CapturedLookups:
         """Set what a step for the next token reads from device memory."""
         sequences, page_tokens = self.sequences, self.manager.geometry.page_tokens
         past, offset = divmod(sequences.lengths[0], page_tokens)
-        slots = sequences.tails * page_tokens + offset
-        self.slots.copy_(torch.from_numpy(slots), non_blocking=True)
+        host = self.numbers.host
+        host.position.fill_(sequences.lengths[0]).sub_(self._hidden)
+        host.slots.copy_(torch.from_numpy(sequences.tails)).mul_(page_tokens).add_(offset)
+        host.tail_tokens.fill_(offset + 1)
         self.exact.begin(past, offset + 1)
+        self.numbers.upload()
         if self._reader is not None:
-            self._reader.begin(past, offset + 1)
+            self._reader.expect(past)
+
+    def start(self) -> None:
+        """Begin a step on the device, before its first layer."""
+        self.exact.start()
+        if self._reader is not None:
+            self._reader.start(self.numbers.device.tail_tokens)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -99,12 +111,11 @@ class CapturedLookups:
         finally:
             state.counters.copy_(counts[0])
             state.announced.copy_(counts[1])
-            state.next_step()
 
     def announce(self, layer: int, query: Callable[[], torch.Tensor], scale: float) -> None:
         """Choose and fetch for an upcoming layer beside what the caller's stream does meanwhile.
 
-        query: computes the foreseen query, ``[1, heads, 1, dim]``; called on the other stream.
+        query: computes the foreseen query, ``[batch, heads, 1, dim]``; called on the other stream.
         """
         if layer < self.exact_layers:
             return
@@ -136,7 +147,7 @@ class CapturedLookups:
         queries = self._reader_of(query).query if selects else self.exact.queries(query)
         append(
             query[:, :, 0], key[:, :, 0], value[:, :, 0], queries=queries, k=arena.k, v=arena.v,
-            slots=self.slots[layer],
+            slots=self.numbers.device.slots[layer],
         )  # fmt: skip
         if selects:
             self.manager.transfer.join(layer)

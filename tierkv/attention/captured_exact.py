@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tierkv.attention.step_numbers import StepNumbers
 from tierkv.errors import ConfigError
 from tierkv.kernels import decode
 from tierkv.kernels.decode import PagedKV
@@ -55,7 +56,7 @@ class CapturedExact:
         outgrown: more is streamed than the captured step reads; `renew` before capturing it anew.
 
     Args:
-        layers: how many layers, from the first on, are exact.
+        numbers: what changes with every step; one row of `tokens` for each exact layer.
         padding: ``[batch]`` int32, tokens hidden before each sequence; None for none.
         max_pages: pages that the context may grow to, the tail included.
     """
@@ -64,11 +65,13 @@ class CapturedExact:
         self,
         manager: PageManager,
         sequences: Sequences,
-        layers: int,
+        numbers: StepNumbers,
         max_pages: int,
         padding: torch.Tensor | None = None,
     ):
-        self.manager, self.sequences, self.layers = manager, sequences, layers
+        self.manager, self.sequences, self.numbers = manager, sequences, numbers
+        self.tokens = numbers.device.tokens
+        self.layers = layers = len(self.tokens)
         device, heads = manager.device, manager.geometry.kv_heads
         later = min(MAX_LATER_PAGES, manager.placement.staging_pages)
 
@@ -77,7 +80,7 @@ class CapturedExact:
 
         self.padding, batch = padding, max(sequences.batch, 1)
         self.tables = zeros(layers, batch, max_pages)
-        self.tokens, self.later_tokens, self.encoded_tokens, self.hidden = zeros(4, layers, batch)
+        self.later_tokens, self.encoded_tokens, self.hidden = zeros(3, layers, batch)
         encoded = manager.tiers.device_frames
         self._frames = manager.tiers.format.attended(encoded.memory) if encoded.share else None
         self.encoded_tables = zeros(layers, batch, max_pages if self._frames else 0)
@@ -116,7 +119,8 @@ class CapturedExact:
             if not len(parts.streamed):
                 continue
             if len(self.tables[layer]) > 1 or self.padding is not None:
-                return f"{len(parts.streamed)} pages of layer {layer} are streamed, to a batch"
+                pages = f"{len(parts.streamed)} pages of layer {layer}"
+                return f"{pages} are streamed, to a batch; raise gpu_budget"
             if (self._homes(layer, parts.streamed) < 0).any():
                 return f"layer {layer} is exact and has pages on disk, which take the host to read"
             try:
@@ -126,7 +130,10 @@ class CapturedExact:
         return ""
 
     def begin(self, past: int, tail_tokens: int) -> None:
-        """Set what a step reads from device memory; the new token is the tail's last."""
+        """Set what a step reads, on the device but for `numbers`; the new token is the tail's last.
+
+        The caller uploads those.
+        """
         page_tokens = self.manager.geometry.page_tokens
         self.manager.lookahead.cancel()  # its staging buffers are the replay's now
         self.manager.transfer.settle()
@@ -147,7 +154,7 @@ class CapturedExact:
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
             self._told = self._plans.get(0)
         tokens = self._resident * page_tokens + tail_tokens
-        self.tokens.copy_(torch.from_numpy(tokens).expand_as(self.tokens))
+        self.numbers.host.tokens.copy_(torch.from_numpy(tokens))  # the same for every row
 
     def renew(self) -> None:
         """Prepare for capturing a step: it has copies of all that is streamed now."""

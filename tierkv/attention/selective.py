@@ -36,37 +36,41 @@ def attend(
     """Attend to what matters most of everything a lookup holds.
 
     Args:
-        query: ``[1, heads, 1, dim]``.
+        query: ``[batch, heads, 1, dim]``.
         sinks: ``[heads]`` sink logits (gpt-oss).
 
     Returns:
-        ``[1, 1, heads, v_dim]`` in the query's dtype.
+        ``[batch, 1, heads, v_dim]`` in the query's dtype.
 
     Raises:
         ColdReadError: a chosen page could not be read from disk.
     """
     if on_gpu(query):
         return selective_gpu.attend(query, lookup, scale=scale, softcap=softcap, sinks=sinks)
-    manager, layer, heads = lookup.manager, lookup.layer, query.shape[1]
+    manager, layer, (batch, heads) = lookup.manager, lookup.layer, query.shape[:2]
     state, geometry = manager.selective, manager.geometry
     assert state is not None
     sealed, tail = lookup.past, lookup.tail_tokens
-    folded = query.reshape(1, geometry.kv_heads, heads // geometry.kv_heads, -1)
+    folded = query.reshape(batch, geometry.kv_heads, heads // geometry.kv_heads, -1)
     parts = []
     if sealed:
         pages = look_up(query[:, :, 0], state, layer, sealed, scale)
         if state.spec.skips:
             pages = skip_cold(manager, lookup.sequences, layer, pages)
-        k, v = read_head_pages(manager, lookup.sequences, layer, pages)
-        k, v = k.flatten(1, 2)[None], v.flatten(1, 2)[None]
+        read = [
+            read_head_pages(manager, lookup.sequences, layer, own, row)
+            for row, own in enumerate(pages)
+        ]
+        k, v = (torch.stack(part).flatten(2, 3) for part in zip(*read, strict=True))
         mask = None
         if bool((pages == NONE).any()):
-            mask = (pages != NONE).repeat_interleave(geometry.page_tokens, 1)[None, :, None]
+            mask = (pages != NONE).repeat_interleave(geometry.page_tokens, 2)[:, :, None]
         parts.append(fused.attend(folded, k, v, scale=scale, mask=mask, softcap=softcap))
-    k, v = manager.hot.arenas[layer].span(int(lookup.tails[0]), tail)
+    tails = torch.from_numpy(lookup.tails[:, None])
+    k, v = (part[:, :, :tail] for part in manager.hot.arenas[layer].gather(tails))
     parts.append(fused.attend(folded, k, v, scale=scale, softcap=softcap))
     result = merge_all(parts)
-    result = Partial(result.out.reshape(1, heads, 1, -1), result.lse.reshape(1, heads, 1))
+    result = Partial(result.out.reshape(batch, heads, 1, -1), result.lse.reshape(batch, heads, 1))
     out = result.out if sinks is None else apply_sinks(result, sinks.view(1, heads, 1))
     return out.transpose(1, 2).to(query.dtype)
 
@@ -79,15 +83,15 @@ def on_gpu(query: torch.Tensor) -> bool:
 def look_up(
     query: torch.Tensor, state: SelectiveState, layer: int, sealed: int, scale: float
 ) -> torch.Tensor:
-    """Return the page positions that each KV head reads, ``[kv_heads, n]``, -1 for none.
+    """Return the page positions that each KV head reads, ``[batch, kv_heads, n]``, -1 for none.
 
-    query: ``[1, heads, k_dim]``; sealed: sealed pages of the context.
+    query: ``[batch, heads, k_dim]``; sealed: sealed pages of each sequence.
     """
-    spec, device = state.spec, query.device
-    summaries = state.summaries[state.index(layer)][None, :, :sealed]
+    spec, device, batch = state.spec, query.device, len(query)
+    summaries = state.summaries[state.index(layer), :batch, :, :sealed]
     position = torch.arange(sealed, device=device)
     first, stop = spec.sink_pages, sealed - spec.recent_pages
-    kept = position[(position < first) | (position >= stop)].expand(summaries.shape[1], -1)
+    kept = position[(position < first) | (position >= stop)].expand(*summaries.shape[:2], -1)
     candidates = ((position >= first) & (position < stop))[None, None]
     if stop <= first:
         return kept
@@ -98,4 +102,4 @@ def look_up(
         candidates=candidates,
         mass_target=spec.mass_target,
     )
-    return torch.cat([kept, chosen.pages[0]], dim=1)
+    return torch.cat([kept, chosen.pages], dim=2)

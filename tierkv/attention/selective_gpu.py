@@ -66,26 +66,31 @@ class Choosing:
 class Reader:
     """Fixed memory and prepared launches for the layers of one model.
 
+    A batch of sequences is one sequence of as many KV heads to the kernels that choose, and costs
+    no more launches.
+
     Attributes:
         sealed, tail_tokens: ``[1]`` int32, sealed pages and tokens in the tail; the same for all
-            layers of a step.
-        query: ``[1, heads, dim]``, what is asked; where the prepared launches look for it.
+            layers of a step, and for all sequences.
+        query: ``[batch, heads, dim]``, what is asked; where the prepared launches look for it.
     """
 
     def __init__(self, manager: PageManager, state: SelectiveState, query: torch.Tensor):
         geometry, spec, device = manager.geometry, state.spec, manager.device
-        self.manager, self.state, heads = manager, state, query.shape[1]
+        self.manager, self.state, (self.batch, heads) = manager, state, query.shape[:2]
         self.query, self.foreseen = torch.empty(
-            (2, 1, heads, geometry.k_dim), dtype=query.dtype, device=device
+            (2, self.batch, heads, geometry.k_dim), dtype=query.dtype, device=device
         )
         self.sealed, self.tail_tokens = torch.zeros((2, 1), dtype=torch.int32, device=device)
         kept, group = spec.kept_pages, heads // geometry.kv_heads
-        self.scores = score.Scores.allocate(geometry.kv_heads, group, spec.max_pages, device)
+        self.rows = self.batch * geometry.kv_heads
+        self.scores = score.Scores.allocate(self.rows, group, spec.max_pages, device)
         self.plan = self._allocate_plan(state.counters)
         self.foreseen_scores: score.Scores | None = None  # until something is announced
         self.foreseen_plan: select.Plan | None = None
-        self.plan.table[:, kept] = TAIL_FRAME  # stays there if nothing is chosen
-        self.partials = Partials.allocate(MAX_SPLITS, 1, heads, geometry.v_dim, device)
+        tails = TAIL_FRAME + torch.arange(self.batch, device=device)
+        self._tables()[:, :, kept] = tails[:, None]  # stays there if nothing is chosen
+        self.partials = Partials.allocate(MAX_SPLITS, self.batch, heads, geometry.v_dim, device)
         self._layers: dict[int, LayerLaunches] = {}
         self._announcing: dict[int, Choosing] = {}
         self._waiting: dict[int, Choosing] = {}
@@ -96,17 +101,33 @@ class Reader:
         begun = (sealed, tail_tokens, self.manager.stats.pages_sealed)
         if begun == self._begun:
             return
-        if sealed != self._sealed:
-            kept = torch.from_numpy(self.state.spec.kept_frames(sealed))
-            self.plan.table[:, : len(kept)] = kept.to(self.query.device)
-            self.sealed.fill_(sealed)
-        self._sealed, self._begun = sealed, begun
-        self.tail_tokens.fill_(tail_tokens)
+        self._set_sealed(sealed)
+        self._begun = begun
+        self.start(torch.tensor([tail_tokens], dtype=torch.int32))
+        self.state.steps += 1
+        self.manager.transfer.settle()
+
+    def expect(self, sealed: int) -> None:
+        """Set on the device what differs from step to step before `start` is replayed, once."""
+        self._set_sealed(sealed)
+        self._begun = (-1, -1, -1)
+        self.state.steps += 1
+
+    def start(self, tail_tokens: torch.Tensor) -> None:
+        """Begin a step on the device. tail_tokens: ``[1]`` int32, of a tail with the new token."""
+        self.tail_tokens.copy_(tail_tokens, non_blocking=True)
         if not self.state.spec.budget_pages:
             kept_tokens = self.state.spec.kept_pages * self.manager.geometry.page_tokens
-            self.plan.tokens.fill_(kept_tokens + tail_tokens)
-        self.state.next_step()
-        self.manager.transfer.settle()
+            self.plan.tokens.copy_(self.tail_tokens + kept_tokens)
+        self.state.step.add_(1)
+
+    def _set_sealed(self, sealed: int) -> None:
+        if sealed != self._sealed:
+            spec, rows = self.state.spec, np.arange(self.batch)[:, None]
+            kept = torch.from_numpy(spec.kept_frames(sealed) + rows * spec.frames)
+            self._tables()[:, :, : kept.shape[1]] = kept.to(self.query.device)[:, None]
+            self.sealed.fill_(sealed)
+            self._sealed = sealed
 
     def attend(
         self,
@@ -122,13 +143,13 @@ class Reader:
         """Attend in one layer of the step begun.
 
         Args:
-            query: ``[1, heads, 1, dim]``.
+            query: ``[batch, heads, 1, dim]``.
             waits: whose pages may be on disk, to be waited for on the host; None if there is no
                 disk, or to go without what is there.
             faults: wait for pages on disk on the device, inside of `FaultService.serving`.
 
         Returns:
-            ``[1, 1, heads, v_dim]`` in the query's dtype.
+            ``[batch, 1, heads, v_dim]`` in the query's dtype.
         """
         self.query.copy_(query[:, :, 0])
         return self.answer(
@@ -156,7 +177,7 @@ class Reader:
                 )
             launches = replace(launches, choosing=self._waiting[layer])
         self._run(launches, layer, waits)
-        out = self.query.new_empty((1, self.query.shape[1], self.manager.geometry.v_dim))
+        out = self.query.new_empty((*self.query.shape[:2], self.manager.geometry.v_dim))
         slots = launches.attend.next_slot
         merge(self.partials, slots, out, sinks=None if sinks is None else sinks.float())
         return out.unsqueeze(1)
@@ -165,7 +186,7 @@ class Reader:
         """Choose and fetch for the query that a layer is likely to ask in this step.
 
         What it brings counts as chosen in this step, so that the true choice leaves it in place.
-        query: ``[1, heads, 1, dim]``.
+        query: ``[batch, heads, 1, dim]``.
         """
         if not self.state.spec.budget_pages:
             return
@@ -181,16 +202,20 @@ class Reader:
         self._announcing[layer].run()
 
     def _allocate_plan(self, stats: torch.Tensor) -> select.Plan:
-        spec, heads = self.state.spec, self.manager.geometry.kv_heads
-        budget, kept = max(spec.budget_pages, 1), spec.kept_pages
-        return replace(select.Plan.allocate(heads, budget, self.query.device, kept), stats=stats)
+        budget, kept = max(self.state.spec.budget_pages, 1), self.state.spec.kept_pages
+        plan = select.Plan.allocate(self.rows, budget, self.query.device, kept)
+        return replace(plan, stats=stats[: self.rows])
+
+    def _tables(self) -> torch.Tensor:
+        """View the plan's table by sequence, ``[batch, kv_heads, entries]``."""
+        return self.plan.table.unflatten(0, (self.batch, -1))
 
     def _prepare(self, layer: int, scale: float, softcap: float | None) -> LayerLaunches:
         plan, arena = self.plan, self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
         attend = decode.prepare(
-            self.query, frames, self.partials, slot=0, tokens=plan.tokens[None],
-            table=plan.table[None], max_splits=MAX_SPLITS, scale=scale, softcap=softcap,
+            self.query, frames, self.partials, slot=0, tokens=plan.tokens.view(self.batch, -1),
+            table=self._tables(), max_splits=MAX_SPLITS, scale=scale, softcap=softcap,
         )  # fmt: skip
         if not self.state.spec.budget_pages:
             return LayerLaunches(None, attend)
@@ -207,34 +232,37 @@ class Reader:
         faults: bool = False,
     ) -> Choosing:
         state, spec, at = self.state, self.state.spec, self.state.index(layer)
+        summaries, where, held, stamp = (
+            tensor[at, : self.batch].flatten(0, 1)
+            for tensor in (state.summaries, state.where, state.held, state.stamp)
+        )
+        addresses = state.addresses[at, : self.batch * spec.max_pages]
         candidates: dict[str, Any] = {
             "sealed": self.sealed, "first": spec.sink_pages, "recent": spec.recent_pages,
         }  # fmt: skip
         scoring = score.prepare(
-            query[0], state.summaries[at], scores, scale=scale, stem=spec.selector.kernel,
+            query.flatten(0, 1), summaries, scores, scale=scale, stem=spec.selector.kernel,
             **candidates,
         )  # fmt: skip
-        reuse = select.ReuseCache(state.where[at], state.held[at], state.stamp[at], spec.first_slot)
+        reuse = select.ReuseCache(where, held, stamp, spec.first_slot, spec.frames)
         choosing = select.prepare(
-            scores.mass, state.addresses[at], reuse, plan, step=state.step,
+            scores.mass, addresses, reuse, plan, step=state.step,
             page_tokens=self.manager.geometry.page_tokens, mass_target=spec.mass_target,
             last_frame=TAIL_FRAME, last_tokens=self.tail_tokens, waits=faults, **candidates,
         )  # fmt: skip
         arena = self.manager.hot.arenas[layer]
         frames = PagedKV(arena.k_frames, arena.v_frames)
-        fetching = self.manager.tiers.format.prepare_fetch(
-            state.addresses[at], plan.fetches, frames
-        )
+        fetching = self.manager.tiers.format.prepare_fetch(addresses, plan.fetches, frames)
         if not faults:
             return Choosing(scoring, choosing, fetching)
         service = faults_of(self.manager)
         questions = tuple(
             fault.prepare(
-                service.mailbox, at, turn, plan, state.addresses[at], mass=scores.mass,
-                where=state.where[at], step=state.step, share=NEARLY, patience=service.patience,
+                service.mailbox, at, turn, plan, addresses, mass=scores.mass,
+                where=where, step=state.step, share=NEARLY, patience=service.patience,
                 **candidates,
             )
-            for turn in range(rounds(self.manager))
+            for turn in range(rounds(self.manager, self.batch))
         )  # fmt: skip
         return Choosing(scoring, choosing, fetching, questions)
 
@@ -255,7 +283,8 @@ class Reader:
             rows = self.plan.missing.cpu().numpy()
             missing = np.unique(np.concatenate([r[:c] for r, c in zip(rows, counts, strict=True)]))
             part = missing[: manager.warm.inbound.capacity].astype(np.int64)
-            sources = open_pages(manager, Fetch(layer, sequences.blocks[0, part]))
+            blocks = sequences.blocks[np.divmod(part, self.state.spec.max_pages)]
+            sources = open_pages(manager, Fetch(layer, blocks))
             index = torch.from_numpy(part).to(self.query.device)
             try:
                 wait(sources.reads)
@@ -271,10 +300,10 @@ class Reader:
                 sources.release()
 
 
-def rounds(manager: PageManager) -> int:
+def rounds(manager: PageManager, batch: int) -> int:
     """Return in how many parts the missing pages of a layer fit into inbound frames."""
     assert manager.selective is not None
-    pages = manager.selective.spec.budget_pages * manager.geometry.kv_heads
+    pages = manager.selective.spec.budget_pages * manager.geometry.kv_heads * batch
     return -(-pages // max(manager.warm.inbound.capacity, 1))
 
 
@@ -283,19 +312,18 @@ def faults_of(manager: PageManager) -> FaultService:
     state, geometry = manager.selective, manager.geometry
     assert state is not None
     if state.faults is None:
+        heads, budget = geometry.kv_heads * state.spec.sequences, max(state.spec.budget_pages, 1)
         layers, pages = state.addresses.shape
-        mailbox = fault.Mailbox.allocate(
-            layers, pages, geometry.kv_heads, max(state.spec.budget_pages, 1), manager.device
-        )
+        mailbox = fault.Mailbox.allocate(layers, pages, heads, budget, manager.device)
         state.faults = FaultService(manager, mailbox)
     return state.faults
 
 
 def reader_of(manager: PageManager, query: torch.Tensor) -> Reader:
-    """Return the reader of a model, made at the first call. query: ``[1, heads, 1, dim]``."""
+    """Return the reader of a model, made for a batch. query: ``[batch, heads, 1, dim]``."""
     state = manager.selective
     assert state is not None
-    if not isinstance(state.reader, Reader):
+    if not isinstance(state.reader, Reader) or state.reader.batch != len(query):
         with torch.inference_mode(False):  # or only steps in inference mode could write to it
             state.reader = Reader(manager, state, query)
     return state.reader

@@ -9,13 +9,16 @@ pages that could have been chosen, so its real locality may be lower.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from tierkv.attention import selective_gpu
+from tierkv.paging.manager import PageManager
 
 Chosen = npt.NDArray[np.bool_]
 Pages = npt.NDArray[np.int64]
@@ -176,6 +179,24 @@ class Overruled:
         """Score, then raise the given pages."""
         self.scoring.run()
         self.mass.scatter_(1, self.pages, self.masses)
+
+
+class ReplayReader(selective_gpu.Reader):
+    """Chooses what a player says."""
+
+    def __init__(self, manager: PageManager, state: Any, query: torch.Tensor, player: Player):
+        super().__init__(manager, state, query)
+        self.player = player
+
+    def _choosing(
+        self, layer: int, query: Any, scores: Any, plan: Any, scale: float, faults: bool = False
+    ) -> Any:
+        choosing = super()._choosing(layer, query, scores, plan, scale, faults)
+        overruled: Any = self.player.overrule(
+            choosing.score, scores.mass, self.state.index(layer),
+            guessed=plan is self.foreseen_plan,
+        )  # fmt: skip
+        return replace(choosing, score=overruled)
 
 
 class Player:

@@ -69,10 +69,10 @@ class Steps:
 
 
 def random_kv(
-    geometry: Geometry, tokens: int, generator: torch.Generator
+    geometry: Geometry, tokens: int, generator: torch.Generator, batch: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random K and V, ``[1, kv_heads, tokens, dim]``, on the generator's device."""
-    shape = (1, geometry.kv_heads, tokens)
+    """Return random K and V, ``[batch, kv_heads, tokens, dim]``, on the generator's device."""
+    shape = (batch, geometry.kv_heads, tokens)
     options: dict[str, Any] = {"dtype": geometry.dtype, "device": generator.device}
     return (
         torch.randn((*shape, geometry.k_dim), generator=generator, **options),
@@ -80,13 +80,15 @@ def random_kv(
     )
 
 
-def fill_tiers(cache: Any, geometry: Geometry, tokens: int, say: Progress | None = None) -> None:
+def fill_tiers(
+    cache: Any, geometry: Geometry, tokens: int, say: Progress | None = None, batch: int = 1
+) -> None:
     """Append `tokens` random tokens to every layer of an empty tier cache, chunk by chunk."""
-    generator = _generator(cache.manager.device)
-    for start in range(0, tokens, FILL_TOKENS):
-        count = min(FILL_TOKENS, tokens - start)
+    generator, chunk = _generator(cache.manager.device), max(FILL_TOKENS // batch, 1)
+    for start in range(0, tokens, chunk):
+        count = min(chunk, tokens - start)
         for layer in range(geometry.layers):
-            append(cache, layer, *random_kv(geometry, count, generator))
+            append(cache, layer, *random_kv(geometry, count, generator, batch))
         if say is not None:
             say("fill", start + count, tokens)
 
@@ -97,11 +99,46 @@ def append(cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
     cache.attended(layer)
 
 
-def fill_stock(cache: Any, geometry: Geometry, tokens: int, device: torch.device) -> None:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences that decode together.
+
+    Attributes:
+        sequences: how many.
+        shared: they are samples of one prompt, whose pages are there once.
+    """
+
+    sequences: int = 1
+    shared: bool = False
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that are stored."""
+        return 1 if self.shared else self.sequences
+
+    def kv_bytes(self, geometry: Geometry, tokens: int) -> int:
+        """Bytes of the prompts, of `tokens` each."""
+        return self.prompts * tokens * geometry.token_bytes
+
+    def pages(self, geometry: Geometry, tokens: int, room_tokens: int) -> int:
+        """Pages of a layer at most: prompts of `tokens`, and what every sequence may add."""
+        room = room_tokens // geometry.page_tokens + 3  # the tail, the page it began in, and one
+        return self.prompts * (tokens // geometry.page_tokens) + self.sequences * room
+
+    def fill(self, cache: Any, geometry: Geometry, tokens: int) -> None:
+        """Give every sequence its prompt in an empty tier cache."""
+        fill_tiers(cache, geometry, tokens, batch=self.prompts)
+        if self.shared:
+            cache.batch_repeat_interleave(self.sequences)
+
+
+def fill_stock(
+    cache: Any, geometry: Geometry, tokens: int, device: torch.device, batch: int = 1
+) -> None:
     """Give every layer of an empty transformers cache `tokens` random tokens."""
     generator = _generator(device)
     for layer in range(geometry.layers):
-        cache.update(*random_kv(geometry, tokens, generator), layer)
+        cache.update(*random_kv(geometry, tokens, generator, batch), layer)
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -109,7 +146,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def step(model: Any, cache: Any, token: torch.Tensor) -> torch.Tensor:
-    """Feed tokens ``[1, n]``, one to decode; return the logits ``[1, n, vocab]``."""
+    """Feed tokens ``[batch, n]``, one to decode; return the logits ``[batch, n, vocab]``."""
     logits: torch.Tensor = model(input_ids=token, **{cache_argument(model): cache}).logits
     return logits
 

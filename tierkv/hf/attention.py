@@ -72,7 +72,7 @@ def tier_attention(
         if selective.applies(handle.lookup):
             if mask is not None:
                 raise UnsupportedModelError(
-                    "attention='selective' cannot hide padding; pass one sequence without any"
+                    "attention='selective' cannot hide padding; pass sequences of equal length"
                 )
             out = selective.attend(query, handle.lookup, scale=scale, softcap=softcap, sinks=s_aux)
             handle.attended()

@@ -16,7 +16,7 @@ import torch
 
 from tierkv.attention.captured import CapturedLookups
 from tierkv.config import Config
-from tierkv.errors import CaptureError, UnsupportedModelError
+from tierkv.errors import CaptureError, KernelsUnavailableError, UnsupportedModelError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.attention import padding_of
 from tierkv.hf.cache import TierCache
@@ -32,6 +32,9 @@ WARMUPS = 1
 MAX_DIFFERENCE = 0.25
 """Relative difference of logits up to which a replay counts as the model's own step: rounding in 16
 bits makes 0.05 on random weights, one wrong page in 64 makes 0.8."""
+_CAPTURE_ERRORS = (
+    RuntimeError, TypeError, ValueError, UnsupportedModelError, KernelsUnavailableError,
+)  # fmt: skip
 MIN_ROOM = 4096
 """Tokens that can be replayed at least, also beyond what the model was trained for."""
 
@@ -80,9 +83,7 @@ class DecodeGraph:
         with torch.inference_mode(False):
             self.lookups = CapturedLookups(manager, tier_cache.sequences, pages, padding)
             rows = max(tier_cache.sequences.batch, 1)
-            self.ids, self.position = torch.zeros(
-                (2, rows, 1), dtype=torch.long, device=manager.device
-            )
+            self.ids = torch.zeros((rows, 1), dtype=torch.long, device=manager.device)
         self._graph: Any = None
         self._waits = False  # whether the graph can wait for pages on disk
         self._failed, self._proves = "", proves
@@ -128,9 +129,6 @@ class DecodeGraph:
         self.tier_cache.check_whole()
         manager.begin_token(sequences)
         self.ids.copy_(token)
-        self.position.fill_(sequences.lengths[0])
-        if self.padding is not None:
-            self.position.sub_(self.padding[:, None])
         self.lookups.begin()
         exact, waits = self.lookups.exact, self.lookups.waits
         if self._graph is None or exact.outgrown or (waits and not self._waits):
@@ -165,7 +163,7 @@ class DecodeGraph:
         if self.padding is not None:
             columns = torch.arange(self.tier_cache.get_seq_length() + 1, device=token.device)
             more["attention_mask"] = (columns >= self.padding[:, None]).long()
-            more["position_ids"] = self.position
+            more["position_ids"] = self.lookups.numbers.device.position
         own = self._forward(input_ids=token, use_cache=True, return_dict=True, **more).logits
         logits: torch.Tensor = own
         error = float((replayed - logits.float()).norm() / logits.float().norm())
@@ -181,7 +179,7 @@ class DecodeGraph:
             with self.lookups.uncounted():
                 transfer = self.lookups.manager.transfer
                 self._graph, self._logits = transfer.capture(self._run, WARMUPS)
-        except (RuntimeError, TypeError, ValueError, UnsupportedModelError) as error:
+        except _CAPTURE_ERRORS as error:
             reason = str(error).strip().split("\n")[0]
             if self._compiled is None:
                 self._failed = f"the model's step cannot be captured ({reason})"
@@ -191,11 +189,11 @@ class DecodeGraph:
             self._capture()
 
     def _run(self) -> torch.Tensor:
-        self.lookups.exact.start()
+        self.lookups.start()
         with running(self.hf_model, self.lookups, self.upcoming) as step_cache:
             self.output = (self._compiled or self._forward)(
                 input_ids=self.ids,
-                position_ids=self.position,
+                position_ids=self.lookups.numbers.device.position,
                 use_cache=True,
                 return_dict=True,
                 **{cache_argument(self.hf_model): step_cache},
@@ -232,8 +230,8 @@ def decode_graph(
             reason = "tokens are hidden that are no padding on the left"
         elif rows != max(tier_cache.sequences.batch, 1):
             reason = f"{rows} rows go on from a cache of {tier_cache.sequences.batch}"
-        elif (rows > 1 or hidden) and manager.selective is not None:
-            reason = "selective attention takes one sequence without padding"
+        elif hidden and manager.selective is not None:
+            reason = "selective attention cannot hide padding"
     if reason:
         if config.cuda_graph:
             warnings.warn(f"decoding without a CUDA graph: {reason}", stacklevel=3)

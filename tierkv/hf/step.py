@@ -82,7 +82,8 @@ def running(
     hooks = []
     _lookups, _upcoming, _residual = lookups, upcoming, torch.zeros(1, device=device)
     if upcoming is not None:
-        _residual = torch.zeros(upcoming.residual_shape, dtype=model.dtype, device=device)
+        shape = max(lookups.sequences.batch, 1), 1, upcoming.hidden_size
+        _residual = torch.zeros(shape, dtype=model.dtype, device=device)
         hooks = upcoming.hook(_announce)
     try:
         yield StepCache(model.config.num_hidden_layers)

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 Announce = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called with the layer foreseen, the stream ``[1, 1, hidden]``, and the rotation's cos and sin."""
+"""Called with the layer foreseen, the stream ``[batch, 1, hidden]``, and the rotation's cos and
+sin."""
 
 FIRST_FORESEEN = 3
 """Measured on SmolLM2: the first two layers change the stream so much that the queries of layers
@@ -37,7 +38,7 @@ class Upcoming:
         attention = layers[0].self_attn
         self._rotate: Any = getattr(sys.modules[type(attention).__module__], _ROTATE)
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.residual_shape = (1, 1, attention.q_proj.in_features)
+        self.hidden_size = attention.q_proj.in_features
 
     @classmethod
     def of(cls, model: PreTrainedModel, depth: int, first: int) -> Upcoming | None:
@@ -69,14 +70,14 @@ class Upcoming:
             kept.copy_(given)
 
     def query(self, layer: int, residual: torch.Tensor) -> torch.Tensor:
-        """Return the foreseen query of a layer, ``[1, heads, 1, dim]``.
+        """Return the foreseen query of a layer, ``[batch, heads, 1, dim]``.
 
-        residual: ``[1, 1, hidden]``, the stream `depth` layers earlier.
+        residual: ``[batch, 1, hidden]``, the stream `depth` layers earlier.
         """
         decoder, attention = self._layers[layer], self._layers[layer].self_attn
         assert self._rotation is not None
         hidden = decoder.input_layernorm(residual)
-        query = attention.q_proj(hidden).view(1, 1, -1, attention.head_dim)
+        query = attention.q_proj(hidden).view(len(residual), 1, -1, attention.head_dim)
         if hasattr(attention, "q_norm"):
             query = attention.q_norm(query)
         query = query.transpose(1, 2)

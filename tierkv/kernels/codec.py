@@ -198,19 +198,18 @@ def prepare_fetch(
     Arguments and errors as `tierkv.kernels.gather.prepare_fetch`.
     """
     _check_pages(layout, pages)
-    heads, entries = pages.k.shape[0], fetches.pages.shape[1]
+    frame_heads, (heads, entries) = pages.k.shape[0], fetches.pages.shape
     device = pages.k.device
     if addresses.ndim != 1 or addresses.dtype != torch.int64 or not addresses.is_contiguous():
         raise ValueError(f"addresses must be [n] int64, got {tuple(addresses.shape)}")
     held = (addresses, fetches.pages, fetches.frames, fetches.counts, pages.k, pages.v)
-    if any(tensor.device != device for tensor in held) or fetches.pages.shape[0] != heads:
-        raise ValueError(
-            f"fetches for {fetches.pages.shape[0]} heads do not fit {heads} on {device}"
-        )
+    if any(tensor.device != device for tensor in held) or heads % frame_heads:
+        raise ValueError(f"fetches for {heads} heads do not fit {frame_heads} on {device}")
     arguments = (
         *(np.int64(tensor.data_ptr()) for tensor in held[:4]),
         np.int32(entries),
         np.int32(heads),
+        np.int32(frame_heads),
         *_destinations(pages),
     )
     compiled = kernel("codec", "decode_head_pages", layout.defines, device, THREADS)

@@ -48,7 +48,7 @@ class Question(NamedTuple):
     Attributes:
         layer: index of a layer, as given to `prepare`.
         round: 0, or for the part of the same pages that did not fit before.
-        pages: ``[n]``; a page may be named by several KV heads.
+        pages: ``[n]``, numbered as the addresses; one may be named by several KV heads.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Mailbox:
         foreseen: ``[layers, kv_heads * PARTS, 1 + FORESEEN]`` int32, pinned: how many pages are
             nearly chosen, and which.
         state: ``[STATE_WORDS]`` int32 on the device.
-        last_chosen: ``[layers, capacity]`` int32 on the device, step that last chose each page, as
+        last_chosen: ``[layers, pages]`` int32 on the device, step that last chose each page, as
             far as reported.
     """
 
@@ -82,7 +82,7 @@ class Mailbox:
 
     @classmethod
     def allocate(
-        cls, layers: int, capacity: int, kv_heads: int, budget: int, device: torch.device
+        cls, layers: int, num_pages: int, kv_heads: int, budget: int, device: torch.device
     ) -> Mailbox:
         """Return an empty mailbox for choices of up to `budget` pages per KV head."""
 
@@ -95,7 +95,7 @@ class Mailbox:
             addresses=host(kv_heads * budget, dtype=torch.int64),
             foreseen=host(layers, kv_heads * PARTS, 1 + FORESEEN),
             state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
-            last_chosen=torch.zeros((layers, capacity), dtype=torch.int32, device=device),
+            last_chosen=torch.zeros((layers, num_pages), dtype=torch.int32, device=device),
             _order=threading.Lock(),
         )
 
@@ -176,11 +176,11 @@ def prepare(
     """Check the arguments of a wait for missing pages and compile its kernel.
 
     Args:
-        mailbox: made for as many KV heads, pages a head and layers.
+        mailbox: made for as many KV heads, pages a head and layers, or more.
         layer: below the mailbox's layers; the thread that answers reads it.
         turn: the round, counted from 0.
         plan: made by `select` with ``waits=True``.
-        addresses: ``[capacity]`` int64, of the layer; receives the answer.
+        addresses: ``[sequences * capacity]`` int64, of the layer; receives the answer.
         mass, sealed, first, recent, step: as given to `select.prepare`.
         where: ``[kv_heads, capacity]`` int32, of the layer's reuse cache.
         share: of the least chosen mass, from which a page counts as nearly chosen; above 0.
@@ -191,11 +191,13 @@ def prepare(
         KernelsUnavailableError: the kernel cannot be compiled here.
     """
     kv_heads, budget = plan.missing.shape
-    capacity = len(addresses)
+    capacity = where.shape[-1]
+    sequences = max(len(addresses) // max(capacity, 1), 1)
     if len(mailbox.pages) < kv_heads * budget:
         raise ValueError(f"a mailbox of {len(mailbox.pages)} pages for {kv_heads} x {budget}")
-    fits = mailbox.foreseen.shape[1] == kv_heads * PARTS and layer < len(mailbox.foreseen)
-    if not fits or mailbox.last_chosen.shape[1] != capacity or where.shape != (kv_heads, capacity):
+    fits = mailbox.foreseen.shape[1] >= kv_heads * PARTS and layer < len(mailbox.foreseen)
+    fits &= mailbox.last_chosen.shape[1] >= len(addresses) == sequences * capacity
+    if not fits or where.shape != (kv_heads, capacity) or kv_heads % sequences:
         raise ValueError(
             f"a mailbox of {tuple(mailbox.foreseen.shape)} and {tuple(mailbox.last_chosen.shape)} "
             f"for layer {layer}, {kv_heads} KV heads and {capacity} pages"
@@ -229,6 +231,7 @@ def prepare(
         *pointers[9:13],
         np.float32(share),
         *pointers[13:],
+        np.int32(kv_heads // sequences),
     )
     compiled = kernel("fault", "report_choice", (), device, THREADS)
     blocks = 1 + (kv_heads * PARTS if turn == 0 else 0)

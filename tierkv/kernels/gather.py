@@ -158,7 +158,8 @@ def prepare_fetch(
     Args:
         addresses: ``[capacity]`` int64 on the device: the host frame of each page that `fetches`
             may name, as in `prepare`.
-        fetches: which head-pages go to which frames; no frame twice for one KV head.
+        fetches: which head-pages go to which frames; no frame twice for one KV head. Of several
+            sequences, the KV heads of one follow those of another.
         pages: the device frames.
         blocks: blocks of 256 threads.
 
@@ -167,7 +168,11 @@ def prepare_fetch(
         KernelsUnavailableError: the kernel cannot be compiled here.
     """
     _check_addresses(addresses, pages.k.device, blocks)
-    kv_heads, entries = pages.k.shape[0], fetches.pages.shape[1]
+    frame_heads, (kv_heads, entries) = pages.k.shape[0], fetches.pages.shape
+    if kv_heads % frame_heads:
+        raise ValueError(
+            f"pages of the fetches are of {kv_heads} KV heads, frames of {frame_heads}"
+        )
     for name, tensor in (("pages", fetches.pages), ("frames", fetches.frames)):
         _check_index(f"{name} of the fetches", tensor, (kv_heads, entries), pages.k.device)
     _check_index("counts of the fetches", fetches.counts, (kv_heads,), pages.k.device)
@@ -176,6 +181,7 @@ def prepare_fetch(
         *(np.int64(tensor.data_ptr()) for tensor in held[:4]),
         np.int32(entries),
         np.int32(kv_heads),
+        np.int32(frame_heads),
         *_layout(pages, kv_heads * entries),
     )
     compiled = kernel("gather", "fetch_head_pages", (), pages.k.device, THREADS)

@@ -1,12 +1,14 @@
 """Choose the pages that a layer's attention reads, and plan the frames they are read from.
 
-For one layer of one sequence, all on the device: `tierkv.selection.choose` is the oracle of the
-choice. A plan is followed by the copies it asks for and by attention over the frames it names:
+For one layer, all on the device: `tierkv.selection.choose` is the oracle of the choice. A plan is
+followed by the copies it asks for and by attention over the frames it names:
 
     score.prepare(...).run()
     select.prepare(scores.mass, addresses, cache, plan, ...).run()
     gather.prepare_fetch(addresses, plan.fetches, pages).run()
     decode.prepare(..., table=plan.table[None], tokens=plan.tokens[None], ...).run()
+
+Several sequences of equal length are one with all their KV heads, those of the first one first.
 """
 
 from __future__ import annotations
@@ -32,20 +34,23 @@ STATIC_SHARED_BYTES = 17 << 10
 class ReuseCache:
     """Which head-pages lie in the frames that a layer keeps for chosen pages.
 
-    Slot s of every KV head is frame ``first_frame + s``. A page may also have a frame that is no
-    slot: the caller has put it there, and it stays until the caller takes it away.
+    Slot s of every KV head is frame ``first_frame + s``, of a later sequence `sequence_frames`
+    further on. A page may also have a frame that is no slot: the caller has put it there, and it
+    stays until the caller takes it away.
 
     Attributes:
         where: ``[kv_heads, capacity]`` int32, frame of each page, or -1.
         held: ``[kv_heads, slots]`` int32, page in each slot, or -1.
         stamp: ``[kv_heads, slots]`` int32, step at which that page was last chosen; 0 or more.
         first_frame: frame of slot 0.
+        sequence_frames: frames from one sequence to the next.
     """
 
     where: torch.Tensor
     held: torch.Tensor
     stamp: torch.Tensor
     first_frame: int = 0
+    sequence_frames: int = 0
 
     def __post_init__(self) -> None:
         shape = self.held.shape
@@ -149,7 +154,8 @@ def prepare(
     Args:
         mass: ``[kv_heads, pages]`` float32, from `score`, rows of whole 16 bytes; sums to 1 at most
             if `mass_target`.
-        addresses: ``[capacity]`` int64, host address of each page, 0 if it is in no host frame.
+        addresses: ``[sequences * capacity]`` int64, host address of each page, 0 if it is in no
+            host frame. Pages to fetch and missing ones are numbered as here.
         cache: at least as many slots as the plan's budget; updated.
         plan: receives the result.
         sealed: ``[1]`` int32 on the device: number of sealed pages.
@@ -159,7 +165,8 @@ def prepare(
         page_tokens: tokens per page.
         mass_target: stop at the fewest pages that hold this share of the candidates' mass, above 0
             up to 1; mass counts in units of 2^-31. None: fill the budget.
-        last_frame: ends the table, behind the chosen frames, if `last_tokens` is given.
+        last_frame: ends the table, behind the chosen frames, if `last_tokens` is given; of a later
+            sequence, one of the following.
         last_tokens: ``[1]`` int32 on the device: tokens to see in `last_frame`.
         waits: plan missing pages as fetches too; their addresses will be there by then.
 
@@ -176,8 +183,11 @@ def prepare(
         raise ValueError(f"mass must be contiguous float32, got {mass.dtype} {mass.stride()}")
     if mass.shape[1] % 4 or mass.data_ptr() % 16:
         raise ValueError(f"rows of mass must be whole 16 bytes, got {mass.shape[1]} pages")
-    if addresses.shape != (capacity,) or addresses.dtype != torch.int64:
+    sequences = max(addresses.numel() // max(capacity, 1), 1)
+    if addresses.shape != (sequences * capacity,) or addresses.dtype != torch.int64:
         raise ValueError(f"addresses must be [{capacity}] int64, got {tuple(addresses.shape)}")
+    if kv_heads % sequences:
+        raise ValueError(f"{kv_heads} KV heads of {sequences} sequences")
     if plan.selected.shape[0] != kv_heads or not 1 <= budget <= slots:
         raise ValueError(
             f"a plan for {plan.selected.shape[0]} KV heads and {budget} pages; "
@@ -239,5 +249,7 @@ def prepare(
         np.int32(last_frame),
         *(np.int64(tensor.data_ptr()) for tensor in outputs[3:]),
         np.int32(waits),
+        np.int32(kv_heads // sequences),
+        np.int32(cache.sequence_frames),
     )
     return Launch(compiled, (kv_heads, 1, 1), arguments, held)

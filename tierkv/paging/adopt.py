@@ -25,7 +25,7 @@ def begin(
     """Make new sequences hold known pages (see `adopt`), brought up as far as there is room.
 
     Raises:
-        ConfigError: attention is selective, and they are several sequences or too long.
+        ConfigError: attention is selective, and they are too many sequences or too long.
         BudgetError: no room for the tails.
         ColdReadError: a page could not be read. The caller closes the sequences.
     """
@@ -113,6 +113,7 @@ def promote(manager: PageManager, blocks: Blocks) -> None:
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
     """
+    manager.transfer.wait_replay()  # what follows gives warm homes away, and reads into others
     tiers = manager.tiers
     if layers := tiers.hot_layers:
         below = blocks[~tiers.is_hot(blocks)[:, layers].all(axis=1)]

@@ -18,15 +18,17 @@ from tierkv.tiers.frames import Frames
 def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     """Make sequence i a copy of what sequence ``rows[i]`` was; the batch becomes ``len(rows)``.
 
-    Pages are shared by reference; tails are copied (copy-on-write at page granularity).
+    Pages are shared by reference; tails are copied (copy-on-write at page granularity), and so is
+    what selective attention keeps of them.
 
     Raises:
         HotBudgetError: more sequences than there are frames for tails; nothing changed.
+        ConfigError: attention is selective, and `max_batch` is less; nothing changed.
     """
     old, new = sequences.batch, len(rows)
     if not old or (new == old and (rows == np.arange(old)).all()):
         return
-    activate(manager, sequences)
+    manager.admit(sequences, new, max(sequences.lengths))
     extra = manager.take_tails(new - old) if new > old else sequences.tails[:, :0]
     past, offset = divmod(max(sequences.lengths), manager.geometry.page_tokens)
     tails = np.concatenate([sequences.tails[:, :new], extra], axis=1)
@@ -42,6 +44,10 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     sequences.blocks = np.concatenate([shared, fresh_tails(manager, new, offset)], axis=1)
     sequences.changed()
     manager.release(before)
+    if (state := manager.selective) is not None:
+        layers = list(filter(state.spec.selects, range(manager.geometry.layers)))
+        hosts = [manager.tiers.home_addresses(shared.reshape(-1), layer) for layer in layers]
+        state.remap(rows, [manager.hot.arenas[layer] for layer in layers], hosts)
 
 
 def fork(manager: PageManager, sequences: Sequences) -> Sequences:
@@ -121,7 +127,9 @@ def _restore_recent(
     for layer in filter(state.spec.selects, range(manager.geometry.layers)):
         for position in range(max(pages - state.spec.recent_pages - 1, 0), pages):
             k, v = read_pages(manager, layer, sequences.blocks[:, position])
-            state.keep_recent(position, k, v, manager.hot.arenas[layer])
+            for row in range(sequences.batch):
+                page = k[:, row : row + 1], v[:, row : row + 1]
+                state.keep_recent(row, position, *page, manager.hot.arenas[layer])
 
 
 def fresh_tails(manager: PageManager, batch: int, offset: int) -> Blocks:

@@ -26,7 +26,7 @@ import torch
 from tierkv.errors import PageFaultError, WarmBudgetError
 from tierkv.kernels.fault import Mailbox, Question
 from tierkv.paging.directory import NOWHERE
-from tierkv.paging.guests import Guests, Keys
+from tierkv.paging.guests import Guests, Keys, in_tables
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.frames import Frames
 
@@ -76,7 +76,8 @@ class FaultService:
         self.seconds = 0.0
         self.guests = Guests(manager.warm.guests)
         self._manager, self._state = manager, manager.selective
-        self._capacity = self._state.spec.max_pages
+        self._most = self._state.spec.max_pages  # of a sequence; those of the next one follow
+        self._capacity = self._state.addresses.shape[1]
         warm = manager.warm
         self._used: Frames = np.arange(warm.homes.capacity, warm.num_frames)
         warm.addresses(self._used)  # pinned now: no thread may do it in a step
@@ -125,17 +126,17 @@ class FaultService:
             self._noted = True
             self._lock.notify_all()
 
-    def welcome(self, position: int) -> Frames | None:
-        """Take a guest frame in every layer for a page that is sealed; None if there are too few.
+    def welcome(self, batch: int, position: int) -> Frames | None:
+        """Take guest frames, ``[layers * batch]``, for pages that are sealed; None if too few.
 
         The caller, between steps, fills them and tells the device of them.
         """
-        layers = len(self._state.addresses)
+        layers = np.arange(len(self._state.addresses))[:, None]
+        keys = layers * self._capacity + np.arange(batch) * self._most + position
         with self._lock:
-            if self.guests.free < layers:
+            if self.guests.free < keys.size:
                 return None
-            keys = np.arange(layers) * self._capacity + position
-            return self.guests.take(keys, self._state.steps)
+            return self.guests.take(keys.reshape(-1), self._state.steps)
 
     def truncate(self, pages: int) -> None:
         """Forget pages from position `pages` on. No step is running."""
@@ -145,7 +146,7 @@ class FaultService:
             self._wanted.clear()
             self._lock.wait_for(lambda: not self._reading)
             keys = self.guests.keys
-            self.guests.drop(keys[keys % self._capacity >= pages])
+            self.guests.drop(keys[keys % self._capacity % self._most >= pages])
             self._arrived = [key for key in self._arrived if key in self.guests]
 
     def report(self) -> dict[str, Any]:
@@ -264,7 +265,7 @@ class FaultService:
             self._noted = False
             layers, pages = self.mailbox.take_foreseen()
             assert self._sequences is not None
-            there = pages < self._sequences.blocks.shape[1]
+            there = in_tables(self._sequences.blocks, pages, self._most)
             keys = np.unique(layers[there] * self._capacity + pages[there]).tolist()
             self._wanted.extend(key for key in keys if key not in self.guests)
             while len(self._wanted) > MOST_WANTED:
@@ -327,7 +328,8 @@ class FaultService:
         """Read pages of one layer into frames; those on their way to disk are still in memory."""
         manager, sequences = self._manager, self._sequences
         assert sequences is not None and manager.cold is not None
-        blocks, layer = sequences.blocks[0, positions], layer + self._state.spec.dense_layers
+        blocks = sequences.blocks[np.divmod(positions, self._most)]
+        layer += self._state.spec.dense_layers
         with manager.tiers.changed:
             warm = manager.directory.warm[blocks, layer]
             for at in np.flatnonzero(warm != NOWHERE).tolist():
@@ -337,16 +339,12 @@ class FaultService:
         names = [manager.tiers.key(block, layer) for block in blocks[absent].tolist()]
         share = -(-len(names) // FAULT_THREADS)
         reads = manager.transfer.read_cold(names, frames[absent], settled=True, share=share)
-        self._wait(reads)
+        while wait(reads, timeout=BEAT).not_done:
+            self.mailbox.beat()
         for read in reads:
             read.result()
         with self._lock:
             manager.stats.cold_to_warm_bytes += len(names) * manager.cold.frame_bytes
-
-    def _wait(self, reads: list[Future[None]]) -> None:
-        """Wait for reads, and beat meanwhile."""
-        while wait(reads, timeout=BEAT).not_done:
-            self.mailbox.beat()
 
     def _release_passing(self) -> None:
         """Free the inbound frames of the latest answer. Lock held."""
@@ -366,12 +364,13 @@ class FaultService:
             if self.guests.free <= len(self.guests.frames) // ROOM_SHARE // 2:
                 self._wanted.clear()  # the next step begins with room again
                 return False
-            most, (table,) = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # may be cut
+            most, table = min(AHEAD_PAGES, self.guests.free), sequences.blocks  # may be cut
             wanted = [self._wanted.pop() for _ in range(min(most, len(self._wanted)))]
-            new = {k for k in wanted if k not in self.guests and k % self._capacity < len(table)}
-            keys = np.array(sorted(new), dtype=np.int64)
+            keys = np.unique([key for key in wanted if key not in self.guests]).astype(np.int64)
+            keys = keys[in_tables(table, keys % self._capacity, self._most)]
             layers, positions = np.divmod(keys, self._capacity)
-            layers, blocks = layers + self._state.spec.dense_layers, table[positions]
+            layers += self._state.spec.dense_layers
+            blocks = table[np.divmod(positions, self._most)]
             cold = manager.directory.cold[blocks, layers]
             keys, layers, blocks = keys[cold], layers[cold], blocks[cold]
             if not len(keys):

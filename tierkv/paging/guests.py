@@ -1,8 +1,8 @@
 """Copies of pages on disk in warm memory, for as long as they are chosen: bookkeeping only.
 
 A guest's page is on disk as well, so that leaving is a drop. In selective mode recency decides who
-leaves. A page is named by one number, its key: ``layer * capacity + position``, the layer counted
-among those that select.
+leaves. A page is named by one number, its key: ``layer * capacity + page``, the layer counted among
+those that select, the page as in `SelectiveState.addresses`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
-from tierkv.paging.directory import NOWHERE
+from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.tiers.frames import Frames
 
 Keys = Frames
 """``[n]`` int64; see above."""
+
+
+def in_tables(tables: Blocks, pages: Keys, most: int) -> npt.NDArray[np.bool_]:
+    """Say which pages, ``[n]``, block tables ``[batch, pages]`` have; `most` there is room for."""
+    rows, positions = np.divmod(pages, most)
+    return (rows < len(tables)) & (positions < tables.shape[1])
 
 
 class Guests:

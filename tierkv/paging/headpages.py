@@ -16,12 +16,13 @@ from tierkv.paging.sources import Sources
 
 
 def read_head_pages(
-    manager: PageManager, sequences: Sequences, layer: int, pages: torch.Tensor
+    manager: PageManager, sequences: Sequences, layer: int, pages: torch.Tensor, row: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy head-pages of one sequence's layer; pages on disk are read into warm memory first.
 
     Args:
         pages: ``[kv_heads, n]`` page positions; -1 for none.
+        row: which of the sequences.
 
     Returns:
         K and V, ``[kv_heads, n, page_tokens, dim]``, zeros where there is no page.
@@ -37,7 +38,7 @@ def read_head_pages(
     step = manager.warm.inbound.capacity or max(len(positions), 1)
     for at in range(0, len(positions), step):
         part = positions[at : at + step]
-        sources = open_pages(manager, Fetch(layer, sequences.blocks[0, part]))
+        sources = open_pages(manager, Fetch(layer, sequences.blocks[row, part]))
         try:
             wait(sources.reads)
             for read in sources.reads:
@@ -53,15 +54,16 @@ def skip_cold(
 ) -> torch.Tensor:
     """Replace pages that are on disk only by -1, and count them; sinks and recent ones stay.
 
-    pages: ``[kv_heads, n]``: sinks and recent pages first.
+    pages: ``[batch, kv_heads, n]``: sinks and recent pages first.
     """
     state, directory = manager.selective, manager.directory
     assert state is not None
-    blocks = sequences.blocks[0]
+    blocks = sequences.blocks
     away = (directory.hot[blocks, layer] == NOWHERE) & (directory.warm[blocks, layer] == NOWHERE)
-    skipped = (pages >= 0) & torch.from_numpy(away)[pages.clamp_min(0)]
-    skipped[:, : state.spec.kept_pages] = False
-    state.counters[:, 2] += skipped.sum(dim=1)
+    rows = torch.arange(len(pages))[:, None, None]
+    skipped = (pages >= 0) & torch.from_numpy(away)[rows, pages.clamp_min(0)]
+    skipped[..., : state.spec.kept_pages] = False
+    state.counters[: skipped.shape[0] * skipped.shape[1], 2] += skipped.sum(dim=2).flatten()
     return pages.masked_fill(skipped, -1)
 
 

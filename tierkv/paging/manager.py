@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tierkv.codecs import RAW, Codec
-from tierkv.errors import ClosedError, ConfigError, HotBudgetError
+from tierkv.errors import ClosedError, HotBudgetError
 from tierkv.page import Geometry
 from tierkv.paging.descent import make_room, move_down
 from tierkv.paging.directory import NOWHERE, Blocks
@@ -179,19 +179,14 @@ class PageManager:
         """Let sequences go on, up to `length` tokens each; where attention is selective, in turn.
 
         Raises:
-            ConfigError: attention is selective, and they are several, or `max_context` is less.
+            ConfigError: attention is selective, and `max_batch` or `max_context` is less.
             BudgetError, ColdReadError: see `turns.activate`.
         """
         self._close_discarded()
-        selective = self.selective
-        if selective is None:
-            return
-        if batch != 1:
-            raise ConfigError(
-                f"attention='selective' decodes one sequence at a time, got a batch of {batch}"
-            )
-        selective.check_room(length // self.geometry.page_tokens, self.geometry.page_tokens)
-        activate(self, sequences)
+        if self.selective is not None:
+            tokens = self.geometry.page_tokens
+            self.selective.check_room(batch, length // tokens, tokens)
+            activate(self, sequences)
 
     def new_blocks(self, count: int) -> Blocks:
         """Make blocks with one reference each."""

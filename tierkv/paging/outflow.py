@@ -169,37 +169,39 @@ class Outflow:
             at = part.stop
 
     def send_across(
-        self, layers: range, block: int, k: torch.Tensor, v: torch.Tensor
+        self, layers: range, blocks: Blocks, k: torch.Tensor, v: torch.Tensor
     ) -> Frames | None:
-        """Write one page of several layers at once: to warm homes, or through warm to disk.
+        """Write pages of several layers at once: to warm homes, or through warm to disk.
 
-        k, v: ``[kv_heads, layers, page_tokens, dim]`` on the device. Returns the frames, homes or
-        outbound ones, or None, with nothing done, if there are too few of both.
+        blocks: ``[n]``; k, v: ``[kv_heads, layers * n, page_tokens, dim]`` on the device. Returns
+        the frames, ``[layers, n]``, homes or outbound ones, or None, with nothing done, if there
+        are too few of both.
         """
-        tiers, warm = self.tiers, self.tiers.warm
+        tiers, warm, each = self.tiers, self.tiers.warm, len(blocks)
+        count = len(layers) * each
         with tiers.changed:
-            homes = warm.homes.free >= len(layers) and all(map(self.homes_free, layers))
+            homes = warm.homes.free >= count and min(map(self.homes_free, layers)) >= each
             if homes:
-                frames = warm.homes.take(len(layers))
+                frames = warm.homes.take(count).reshape(-1, each)
                 for layer in layers:
-                    self._homes_used[layer] += 1
-            elif tiers.cold is not None and warm.outbound.free >= len(layers):
-                frames = warm.outbound.take(len(layers))
+                    self._homes_used[layer] += each
+            elif tiers.cold is not None and warm.outbound.free >= count:
+                frames = warm.outbound.take(count).reshape(-1, each)
             else:
                 return None
         try:
-            tiers.transfer.write_down(k, v, frames)
+            tiers.transfer.write_down(k, v, frames.reshape(-1))
         except BaseException:
             with tiers.changed:
-                for layer, frame in zip(layers, frames, strict=True):
-                    self.give_homes(layer, np.array([frame]))
+                for layer, own in zip(layers, frames, strict=True):
+                    self.give_homes(layer, own)
             raise
-        tiers.stats.hot_to_warm_bytes += len(layers) * tiers.format.page_bytes
+        tiers.stats.hot_to_warm_bytes += count * tiers.format.page_bytes
         with tiers.changed:
-            tiers.directory.warm[block, layers.start : layers.stop] = frames
-            if not homes:
-                entries = zip(layers, frames.tolist(), strict=True)
-                self._queued.extend((block, layer, frame) for layer, frame in entries)
+            tiers.directory.warm[blocks, layers.start : layers.stop] = frames.T
+            for layer, outbound in zip(layers, frames.tolist(), strict=True) if not homes else ():
+                entries = zip(blocks.tolist(), outbound, strict=True)
+                self._queued.extend((block, layer, frame) for block, frame in entries)
         if not homes:
             tiers.transfer.spill(self._spill)
         return frames

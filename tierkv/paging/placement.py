@@ -83,16 +83,20 @@ class Placement:
         dense = geometry.layers - selecting
         rest = gpu_budget - total - fixed
         hot = rest // (page * dense) if dense else min(rest + 1, 1)
-        if hot < 1 and selective is not None:
+        if selective is not None and hot < (selective.sequences if dense else 1):
+            each, count = selecting * selective.sequence_bytes(geometry), selective.sequences
+            short = page * dense * count - rest
+            fit = max(gpu_budget - total, 0) // (each + page * dense)
             raise HotBudgetError(
                 f"gpu_budget is {format_bytes(gpu_budget)}; selective attention takes "
-                f"{format_bytes(fixed)} for {selecting} layers (reuse cache of {selective.slots} "
-                f"pages, summaries of {selective.max_pages} pages) and staging memory "
-                f"{format_bytes(total)}: raise gpu_budget by "
-                f"{format_bytes(max(page * dense - rest, 1))}, or lower token_budget or max_context"
+                f"{format_bytes(each)} a sequence for {selecting} layers (reuse cache of "
+                f"{selective.slots} pages, summaries of {selective.max_pages} pages), and staging "
+                f"memory {format_bytes(total)}: of max_batch {count} sequences {fit} fit (raise "
+                f"gpu_budget by {format_bytes(max(short, 1))}, or lower token_budget or "
+                f"max_context{', or max_batch' if fit else ''})"
             )
         if selective is not None and selecting:  # an exact layer never has more pages than that
-            hot = min(hot, selective.max_pages + 1)
+            hot = min(hot, selective.sequences * (selective.max_pages + 1))
         if hot < 1:
             need = page * geometry.layers + total
             raise HotBudgetError(

@@ -81,12 +81,12 @@ class TierSet:
             raw_pages=raw_pages,
         )
         with torch.inference_mode(False):
-            extra = [
-                selective.frames if selective is not None and selective.selects(layer) else None
-                for layer in range(geometry.layers)
-            ]
+            extra, tails = list[int | None](), 1
+            if selective is not None:
+                tails, own = selective.sequences, selective.sequences * selective.frames
+                extra = [own if selective.selects(at) else None for at in range(geometry.layers)]
             self.hot = HotTier(
-                geometry, place.hot_frames, device, extra,
+                geometry, place.hot_frames, device, extra, tails,
                 encoded=raw_pages is not None, window=raw_pages is not None and raw_pages > 1,
             )  # fmt: skip
             self.device_frames = DeviceFrames(

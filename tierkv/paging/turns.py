@@ -1,4 +1,5 @@
-"""Contexts that take turns: selective attention keeps summaries and frames of one at a time.
+"""Contexts that take turns: selective attention keeps summaries and frames of one at a time, be it
+one sequence or a batch.
 
 The others wait. Their sealed pages stay in the tiers they are in; only the tails lie in host
 memory, outside of any budget, for want of frames. A context whose turn it is has its pages shown
@@ -80,14 +81,15 @@ def take_note(manager: PageManager, sequences: Sequences) -> None:
     """
     state, tiers = manager.selective, manager.tiers
     assert state is not None
-    step, parts = manager.placement.staging_pages, list[tuple[int, Fetch]]()
+    step, parts = manager.placement.staging_pages, list[tuple[int, int, Fetch]]()
     for layer in filter(state.spec.selects, range(manager.geometry.layers)):
-        sealed = sequences.blocks[0, : sequences.lengths[layer] // manager.geometry.page_tokens]
-        starts = range(0, len(sealed), step)
-        parts += [(start, Fetch(layer, sealed[start : start + step])) for start in starts]
-    with closing(manager.lookahead.run([fetch for _, fetch in parts])) as arrived:
-        for (start, _), (fetch, staged) in zip(parts, arrived, strict=True):
+        pages = sequences.lengths[layer] // manager.geometry.page_tokens
+        for row, sealed in enumerate(sequences.blocks[:, :pages]):
+            starts = range(0, pages, step)
+            parts += [(row, at, Fetch(layer, sealed[at : at + step])) for at in starts]
+    with closing(manager.lookahead.run([fetch for *_, fetch in parts])) as arrived:
+        for (row, start, _), (fetch, staged) in zip(parts, arrived, strict=True):
             layer, count = fetch.layer, len(fetch.blocks)
             k, v = staged.k_frames[:, :count], staged.v_frames[:, :count]
             addresses = tiers.home_addresses(fetch.blocks, layer) if state.spec.slots else None
-            state.sealed(layer, start, k, v, manager.hot.arenas[layer], addresses)
+            state.sealed(layer, row, start, k, v, manager.hot.arenas[layer], addresses)

@@ -91,18 +91,22 @@ class Writer:
             return none
         layers = range(state.spec.dense_layers, tiers.geometry.layers)
         position = sequences.lengths[layers.start] // tiers.geometry.page_tokens
-        k, v = (frames[:, :, TAIL_FRAME] for frames in tiers.hot.selecting)
-        pages = k.transpose(0, 1), v.transpose(0, 1)
-        sent = self._outflow.send_across(layers, int(sequences.blocks[0, position]), *pages)
+        tails, blocks = (
+            slice(TAIL_FRAME, TAIL_FRAME + sequences.batch),
+            sequences.blocks[:, position],
+        )
+        k, v = (frames[:, :, tails] for frames in tiers.hot.selecting)
+        pages = k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+        sent = self._outflow.send_across(layers, blocks, *pages)
         if sent is None:
             return none
         try:
             self._show(state, position, k, v, sent)
         except BaseException:
             for layer in layers:
-                self._outflow.take_back(layer, sequences.blocks[:, position])
+                self._outflow.take_back(layer, blocks)
             raise
-        tiers.stats.pages_sealed += len(layers)
+        tiers.stats.pages_sealed += len(layers) * sequences.batch
         for layer in layers:
             sequences.sealed(layer)
             sequences.lengths[layer] += 1
@@ -111,21 +115,25 @@ class Writer:
     def _show(
         self, state: SelectiveState, position: int, k: torch.Tensor, v: torch.Tensor, sent: Frames
     ) -> None:
-        """Show selective attention a page that was sent down from all layers that select.
+        """Show selective attention pages that were sent down from all layers that select.
 
-        k, v: ``[layers, kv_heads, page_tokens, dim]``; sent: ``[layers]`` warm frames.
+        k, v: ``[layers, kv_heads, batch, page_tokens, dim]``; sent: ``[layers, batch]`` frames.
         """
         tiers = self.tiers
         assert tiers.hot.selecting is not None
         away = bool((sent >= tiers.warm.outbound_start).any())
-        addresses = tiers.warm.addresses(sent)
+        addresses = tiers.warm.addresses(sent.reshape(-1))
         if away:
-            guests = state.faults.welcome(position) if state.faults is not None else None
+            faults, batch = state.faults, sent.shape[1]
+            guests = faults.welcome(batch, position) if faults is not None else None
             addresses[:] = 0
             if guests is not None:
-                tiers.transfer.write_down(k.transpose(0, 1), v.transpose(0, 1), guests)
+                pages = k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
+                tiers.transfer.write_down(*pages, guests)
                 addresses = tiers.warm.addresses(guests)
-        state.sealed_across(position, k, v, tiers.hot.selecting, addresses, away=away)
+        state.sealed_across(
+            position, k, v, tiers.hot.selecting, addresses.reshape(sent.shape), away=away
+        )
 
     def _seal_tail(self, sequences: Sequences, layer: int) -> None:
         tiers, tails, batch = self.tiers, sequences.tails[layer].copy(), sequences.batch
@@ -229,4 +237,4 @@ class Writer:
         if state is None or not state.spec.selects(layer):
             return
         addresses = tiers.home_addresses(blocks, layer) if state.spec.slots else None
-        state.sealed(layer, position, k, v, tiers.hot.arenas[layer], addresses)
+        state.sealed(layer, row, position, k, v, tiers.hot.arenas[layer], addresses)

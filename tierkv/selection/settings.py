@@ -52,4 +52,5 @@ def selective_settings(
         selector=chosen,
         mass_target=config.mass,
         skips=config.on_cold_miss == "skip",
+        sequences=config.max_batch,
     )

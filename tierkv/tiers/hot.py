@@ -25,8 +25,9 @@ class HotTier:
 
     Args:
         frames_per_layer: frames that pages and tails take in every layer that is not selective.
-        selective: for each layer, frames beyond its one tail that selective attention manages
+        selective: for each layer, frames beyond its tails that selective attention manages
             itself, or None where pages have homes.
+        tails: tails of a layer that selects.
         encoded: sealed pages have their homes in `DeviceFrames`; frames here are for tails, and
             for the residual window if `window` says that there is one.
 
@@ -44,6 +45,7 @@ class HotTier:
         frames_per_layer: int,
         device: torch.device,
         selective: Sequence[int | None] = (),
+        tails: int = 1,
         *,
         encoded: bool = False,
         window: bool = False,
@@ -53,7 +55,7 @@ class HotTier:
         plain = [layer for layer, more in enumerate(extra) if more is None]
         self.homed = [] if encoded else plain
         self._sealed = plain if window else self.homed
-        taken = [frames_per_layer if more is None else 1 for more in extra]
+        taken = [frames_per_layer if more is None else tails for more in extra]
         self.frames_per_layer = min(taken)
         self.arenas: list[Arena] = []
         self.selecting: tuple[torch.Tensor, torch.Tensor] | None = None

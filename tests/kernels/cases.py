@@ -24,13 +24,11 @@ round the softmax weights and the output once each: half of 2^-10 and of 2^-7.""
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ENCODED = [
     ("int8", Geometry(1, 2, 128, 128, BF16, 32), 4),
-    ("int8", Geometry(1, 1, 64, 96, F32, 16), 2),
     ("int8-channel", Geometry(1, 2, 64, 64, F16, 64), 7),
     ("int4", Geometry(1, 2, 128, 64, BF16, 32), 16),
     ("int4", Geometry(1, 1, 40, 24, F16, 16), 1),
     ("int8-channel", Geometry(1, 1, 48, 64, F32, 32), 3),
     ("fp8", Geometry(1, 2, 128, 72, BF16, 32), 4),
-    ("fp8", Geometry(1, 1, 40, 64, F32, 64), 5),
 ]
 """Codec, pages and group: all groupings and element types, both widths, dims that are padded."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tierkv
+from tests.combinations import each
 from tests.models import VOCAB, tiny_model
 from tests.paging.manager_helpers import (
     Batch,
@@ -246,8 +247,7 @@ def below(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "choose", chosen)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("kind", ["warm", "cold"])
+@pytest.mark.parametrize(("name", "kind"), each(["int8", "int4", "fp8"], ["warm", "cold"]))
 def test_logits_equal_those_of_the_same_pages_in_warm(
     kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

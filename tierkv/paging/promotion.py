@@ -25,7 +25,6 @@ def promote_encoded(manager: PageManager, blocks: Blocks) -> None:
     """
     warm, directory = manager.warm, manager.directory
     manager.lookahead.cancel()
-    manager.transfer.wait_replay()
     manager.placement_epoch += 1
     step = max(1, (warm.inbound.capacity or 2 * len(blocks)) // 2)
     fetches = []

@@ -84,8 +84,9 @@ class CapturedExact:
         encoded = manager.tiers.device_frames
         self._frames = manager.tiers.format.attended(encoded.memory) if encoded.share else None
         self.encoded_tables = zeros(layers, batch, max_pages if self._frames else 0)
-        raw_tokens = manager.hot.frames_per_layer * manager.geometry.page_tokens
-        self._raw_splits = min(MAX_SPLITS, -(-raw_tokens // MIN_SPLIT_TOKENS))
+        only_tails = manager.encode_hot and not manager.window_pages
+        raw = manager.geometry.page_tokens * (1 if only_tails else manager.hot.frames_per_layer)
+        self._raw_splits = min(MAX_SPLITS, -(-raw // MIN_SPLIT_TOKENS))
         self.addresses = zeros(layers, later, dtype=torch.int64)
         order = torch.arange(later, dtype=torch.int32, device=device).repeat(heads, 1)
         counts = zeros(layers, heads)

@@ -57,7 +57,7 @@ def test_encoded_hot_pages_equal_those_in_warm(
     new, hf_model = 60, model("llama", torch.float32)
     ids = torch.randint(3, 199, (1, 900 + new), device="cuda")
     given = budgets("warm", hf_model, tmp_path, page_tokens=16, rows=1) | {"codec": f"hot={codec}"}
-    for pages in (30, 200):
+    for pages in (10, 200):
         given["gpu_budget"] = roomy(hf_model, pages, copies=7)
         got, stats, replays = logits_of(hf_model, ids, given, new, captured=captured)
         with monkeypatch.context() as patch:
@@ -68,7 +68,7 @@ def test_encoded_hot_pages_equal_those_in_warm(
         torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)
         assert replays == (new - 5 if captured else 0)
         assert stats["hits"]["hot"] > 0
-        assert (stats["hits"]["warm"] > 0) == (pages == 30)
+        assert (stats["hits"]["warm"] > 0) == (pages == 10)
         assert sum(stats["hits"].values()) == sum(other["hits"].values())
         moved = [found["moved_bytes"]["warm_to_hot"] for found in (stats, other)]
         assert moved[0] < moved[1] and (moved[0] == 0) == (pages == 200)
@@ -124,7 +124,10 @@ def test_eager_generation(name: str, kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:decoding without a CUDA graph")
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Whether its routing can be captured or not, the tokens are those of `DynamicCache`."""
+    """Whether its routing can be captured or not, the tokens are those of `DynamicCache`.
+
+    After a capture that failed torch refused random numbers, and stayed on the stream captured.
+    """
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
@@ -138,3 +141,5 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     for turn in range(2):  # a failed capture must not spoil what follows
         with tierkv.wrap(hf_model, **given) as wrapped:
             assert wrapped.generate(ids, **how).tolist() == want, turn
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert 0 <= float(torch.rand(1, device="cuda")) < 1

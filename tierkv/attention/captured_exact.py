@@ -85,7 +85,7 @@ class CapturedExact:
         self._frames = manager.tiers.format.attended(encoded.memory) if encoded.share else None
         self.encoded_tables = zeros(layers, batch, max_pages if self._frames else 0)
         only_tails = manager.encode_hot and not manager.window_pages
-        raw = manager.geometry.page_tokens * (1 if only_tails else manager.hot.frames_per_layer)
+        raw = manager.geometry.page_tokens * (1 if only_tails else manager.placement.hot_frames)
         self._raw_splits = min(MAX_SPLITS, -(-raw // MIN_SPLIT_TOKENS))
         self.addresses = zeros(layers, later, dtype=torch.int64)
         order = torch.arange(later, dtype=torch.int32, device=device).repeat(heads, 1)

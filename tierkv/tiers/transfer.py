@@ -24,6 +24,7 @@ import torch
 
 from tierkv.kernels import build, gather
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.capture import capture
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames, runs
@@ -279,21 +280,8 @@ class Transfer:
             torch.cuda.current_stream(self.device).synchronize()
 
     def capture(self, work: Callable[[], torch.Tensor], warmups: int) -> tuple[Any, torch.Tensor]:
-        """Run work a few times, then capture it as a CUDA graph on the caller's device.
-
-        Returns the graph and the tensor that each replay leaves the result in. Meanwhile other
-        threads may pin memory, read and write: what they do is not captured.
-        """
-        caller, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-        side.wait_stream(caller)
-        with torch.cuda.stream(side):
-            for _ in range(warmups):
-                work()
-        caller.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            result = work()
-        return graph, result
+        """Run work a few times, then capture it as a CUDA graph on the caller's device."""
+        return capture(work, warmups, self.device)
 
     @contextmanager
     def aside(self, name: int) -> Iterator[None]:

@@ -13,6 +13,9 @@ import torch
 from tierkv.tiers import capture
 
 
+SIDE = SimpleNamespace(wait_stream=lambda other: None)
+
+
 class Recorder:
     """Stands in for `torch.cuda`: notes captures, pools and the current stream, as torch has them.
 
@@ -24,12 +27,6 @@ class Recorder:
         self.current: Any = self.caller
         self.under_way: list[Any] = []
         self.warmups = 0
-
-    def current_stream(self, device: Any) -> Any:
-        return self.current
-
-    def Stream(self, device: Any) -> Any:  # noqa: N802
-        return SimpleNamespace(wait_stream=lambda other: None)
 
     def stream(self, stream: Any) -> Any:
         return nullcontext()
@@ -76,7 +73,7 @@ def test_work_runs_before_it_is_captured(recorder: Recorder) -> None:
         calls.append(bool(recorder.under_way))
         return "result"
 
-    _, result = capture.capture(work, 2, torch.device("cpu"))
+    _, result = capture.capture(work, 2, recorder.caller, SIDE)
     assert calls == [False, False, True] and result == "result"
     assert recorder.current is recorder.caller and not recorder.under_way
 
@@ -90,5 +87,5 @@ def test_a_failed_capture_is_ended(recorder: Recorder) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        capture.capture(work, 1, torch.device("cpu"))
+        capture.capture(work, 1, recorder.caller, SIDE)
     assert recorder.current is recorder.caller and not recorder.under_way

@@ -10,15 +10,14 @@ import torch
 
 
 def capture(
-    work: Callable[[], torch.Tensor], warmups: int, device: torch.device
+    work: Callable[[], torch.Tensor], warmups: int, caller: Any, side: Any
 ) -> tuple[Any, torch.Tensor]:
-    """Run work a few times on a device, then capture it behind what the caller's stream has.
+    """Run work a few times on a side stream, behind what the caller's has, then capture it.
 
     Returns the graph and the tensor that each replay leaves the result in. Meanwhile other threads
     may pin memory, read and write: what they do is not captured. Where the work cannot be captured
     its error is raised, and torch works on as before.
     """
-    caller, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(caller)
     with torch.cuda.stream(side):
         for _ in range(warmups):
@@ -34,7 +33,7 @@ def capture(
     return graph, result
 
 
-def _put_right(pool: tuple[int, int], caller: torch.cuda.Stream) -> None:
+def _put_right(pool: tuple[int, int], caller: Any) -> None:
     """End a capture that failed, as torch (2.9 to 2.13 at least) does not.
 
     Its stream stays the current one, memory goes on to be taken for it, and its random generator

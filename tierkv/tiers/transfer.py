@@ -281,7 +281,8 @@ class Transfer:
 
     def capture(self, work: Callable[[], torch.Tensor], warmups: int) -> tuple[Any, torch.Tensor]:
         """Run work a few times, then capture it as a CUDA graph on the caller's device."""
-        return capture(work, warmups, self.device)
+        caller, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        return capture(work, warmups, caller, side)
 
     @contextmanager
     def aside(self, name: int) -> Iterator[None]:

@@ -12,7 +12,6 @@ import torch
 
 from tierkv.tiers import capture
 
-
 SIDE = SimpleNamespace(wait_stream=lambda other: None)
 
 

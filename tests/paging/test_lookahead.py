@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.paging.manager_helpers import TOKENS, Batch, close_all, make_manager, open_store
+from tests.paging.test_codecs import wait_for_disk
+from tierkv.paging import headpages
 from tierkv.paging.manager import PageManager
 
 SLOW = 0.02
@@ -49,6 +52,35 @@ def zero(manager: PageManager) -> None:
     stats.late_arrivals = stats.unannounced = stats.cancelled = 0
     stats.hits_hot = stats.hits_warm = stats.hits_cold = 0
     stats.stall_seconds = 0.0
+
+
+def test_an_interrupted_read_keeps_its_frames_until_it_is_over(
+    managers: Callable[..., PageManager], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while pages on disk were waited for gave their frames away: the reads went on into
+    what others had put there meanwhile."""
+    manager = managers(on_disk=True, hot=1, homes=0, transit=4, io_threads=1)
+    batch = Batch.new(manager, 1)
+    batch.append(5 * TOKENS)
+    wait_for_disk(manager)
+    assert manager.cold is not None
+    read, free, begun = manager.cold.read_into, list[int](), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        time.sleep(0.1)
+        read(*arguments)
+        free.append(manager.warm.inbound.free)
+
+    def interrupted(reads: Any) -> None:
+        assert begun.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(manager.cold, "read_into", slow)
+    monkeypatch.setattr(headpages, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        headpages.read_head_pages(manager, batch.sequences, 1, torch.tensor([[0, 1], [2, 3]]))
+    assert free == [0] and manager.warm.inbound.free == 4
 
 
 def test_warm_pages_arrive_before_they_are_needed(managers: Callable[..., PageManager]) -> None:

@@ -193,9 +193,6 @@ class Lookahead:
         """Wait for whatever runs for the ticket, then free its frames and its arena."""
         if ticket.copied is not None and not ticket.copied.cancel():
             ticket.copied.exception()
-        for read in ticket.sources.reads:
-            if not read.cancel():
-                read.exception()
         ticket.release_sources()
         if ticket.buffer is not None:
             self._free_buffers.append(ticket.buffer)

@@ -28,7 +28,8 @@ class Sources:
         reads: disk reads that fill some of the frames.
         hot: ``(slots, k_pages, v_pages)`` of raw pages on the device, or None.
         num_hot, num_warm, num_cold: pages by the tier that holds them.
-        release: lets go of what is pinned.
+        release: lets go of what is pinned, after reads that still run; those that do not are
+            cancelled.
     """
 
     spans: list[Span]
@@ -67,26 +68,27 @@ def open_sources(manager: PageManager, fetch: Fetch, *, encoded: bool = False) -
         here = int(manager.warm.on_device(frames).sum())
         manager.outflow.pin(pinned)
 
+    reads, resident = list[Future[None]](), None
+
     def release() -> None:
+        wait([read for read in reads if not read.cancel()])  # they fill the frames
         if len(inbound) or pinned:
             with manager.tiers.changed:
                 manager.warm.inbound.give(inbound)
                 manager.outflow.unpin(pinned)
 
-    reads, resident = list[Future[None]](), None
     try:  # all of it may take memory
         spans = manager.transfer.spans(slots, frames)
         if len(missing):
             assert manager.cold is not None
             keys = [manager.tiers.key(block, layer) for block in blocks[missing].tolist()]
-            reads = manager.transfer.read_cold(keys, inbound)
+            reads += manager.transfer.read_cold(keys, inbound)
             manager.stats.cold_to_warm_bytes += len(missing) * manager.cold.frame_bytes
         manager.stats.warm_to_hot_bytes += (len(slots) - here) * manager.tiers.format.page_bytes
         if len(on_device):
             pages = manager.hot.arenas[layer].pages(hot[on_device])
             resident = (torch.as_tensor(on_device, device=manager.device), *pages)
     except BaseException:
-        wait(reads)
         release()
         raise
     sources = Sources(

@@ -18,7 +18,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     if emulator.COMPILER is None or not sys.platform.startswith("linux"):
         pytest.skip("the emulator needs g++ on Linux")
     monkeypatch.setattr(fault, "kernel", emulator.kernel)
-    monkeypatch.setattr(fault_cases, "PATIENCE", 0.05)
 
 
 def test_emulated_notes() -> None:

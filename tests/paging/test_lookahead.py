@@ -63,6 +63,7 @@ def test_an_interrupted_read_keeps_its_frames_until_it_is_over(
     batch = Batch.new(manager, 1)
     batch.append(5 * TOKENS)
     wait_for_disk(manager)
+    manager.lookahead.cancel()
     assert manager.cold is not None
     read, free, begun = manager.cold.read_into, list[int](), threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -125,6 +126,23 @@ def test_a_store_without_a_queue_reads_one_by_one(
     with open_store(tmp_path) as store:
         store.put(*pages)
         scattered(store, pages[0])
+
+
+def test_what_the_queue_does_not_bring_is_read_without_it(
+    tmp_path: Path, pages: Any, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page without neighbours was named as bad when the kernel was short of memory for it."""
+
+    def short(self: ReadQueue, reads: Reads, depth: int) -> np.ndarray:
+        for address, _ in reads.vectors.tolist():
+            ctypes.memset(address, 255, FRAME)
+        return np.where(np.arange(len(reads.fds)) % 2, -errno.EAGAIN, FRAME // 2)
+
+    monkeypatch.setattr(ReadQueue, "read", short)
+    with open_store(tmp_path) as store:
+        store.put(*pages)
+        scattered(store, pages[0])
+        assert not store.counters["io_errors"]
 
 
 def test_one_bad_page_among_many_is_named(tmp_path: Path, pages: Any, queue: ReadQueue) -> None:

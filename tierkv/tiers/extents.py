@@ -198,14 +198,17 @@ class Extents:
     def _read_runs(
         self, runs: Sequence[Frames], positions: Frames, views: FrameViews, frames: Frames
     ) -> list[int]:
-        """Return what each run's read came to, as `_read_run` does."""
+        """Return what each run's read came to, as `_read_run` does.
+
+        What does not come whole from the queue is read again without it.
+        """
         places = [int(positions[run[0]]) for run in runs]
         results = self._read_together(runs, places, views, frames) if len(runs) > 1 else None
-        if results is not None:
-            return results
         return [
-            self._read_run(place, views.pieces(frames[run]))
-            for place, run in zip(places, runs, strict=True)
+            done
+            if done == len(run) * self.frame_bytes
+            else self._read_run(place, views.pieces(frames[run]))
+            for place, run, done in zip(places, runs, results or [0] * len(runs), strict=True)
         ]
 
     def _read_together(

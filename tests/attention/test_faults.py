@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,32 @@ def test_captured_steps_wait_for_pages_on_disk(guests: int, tmp_path: Path) -> N
         assert counts["faults"]["guests"] == (3 if guests == 4 else 0)
         assert not wrapped.manager.warm.inbound.used
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_pages_are_counted_alike_whoever_waits_for_them(tmp_path: Path) -> None:
+    """Where the host waited, it planned again, once more for every inbound frame: all pages were
+    counted as many times, and those awaited as reused and fetched, too."""
+    ids, counts = prompt(), []
+    for way in ("eager", "captured"):
+        with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 1)) as wrapped:
+            tier_cache = wrapped.cache()
+            wrapped.prefill(ids[:, :-NEW], tier_cache)
+            if way == "eager":
+                decode_eagerly(tier_cache, ids)
+            else:
+                stepped(wrapped, tier_cache, ids, DecodeGraph(model("llama"), tier_cache, 400))
+            counts.append(wrapped.stats()["selective"])
+    names = ("reused", "fetched", "awaited")
+    eager, replayed = (np.array([count[name] for name in names]) for count in counts)
+    assert eager.sum() == replayed.sum() > 0, "of a few, the warm-up has brought pages"
+    assert eager[1] == replayed[1] and eager[2] > replayed[2] > 0
+
+
+def decode_eagerly(tier_cache: Any, ids: torch.Tensor) -> None:
+    """Decode what the cache does not hold yet through the model itself."""
+    for at in range(tier_cache.get_seq_length(), ids.shape[1]):
+        model("llama")(ids[:, at : at + 1], **{cache_argument(model("llama")): tier_cache})
 
 
 @pytest.mark.parametrize("kind", ["unreadable", "dead"])

@@ -274,12 +274,14 @@ class Reader:
         launches.attend.run()
 
     def _wait_for_missing(self, choosing: Choosing, layer: int, sequences: Sequences) -> None:
-        """Bring chosen pages from disk to warm memory and fetch them, as many as fit at once."""
+        """Bring chosen pages from disk to warm memory and fetch them, as many as fit at once.
+
+        They count as awaited, however often it takes to plan.
+        """
         addresses, manager = self.state.addresses[self.state.index(layer)], self.manager
-        while True:
-            counts = self.plan.missing_counts.tolist()
-            if not any(counts):
-                return
+        counted: torch.Tensor | None = None
+        while any(counts := self.plan.missing_counts.tolist()):
+            counted = self.plan.stats.clone() if counted is None else counted
             rows = self.plan.missing.cpu().numpy()
             missing = np.unique(np.concatenate([r[:c] for r, c in zip(rows, counts, strict=True)]))
             part = missing[: manager.warm.inbound.capacity].astype(np.int64)
@@ -295,6 +297,7 @@ class Reader:
                 choosing.select.run()
                 choosing.fetch.run()
                 addresses[index] = 0
+                self.plan.stats.copy_(counted)
                 manager.transfer.finish()
             finally:
                 sources.release()

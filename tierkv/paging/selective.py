@@ -115,7 +115,8 @@ class SelectiveState:
         where: ``[s, n, kv_heads, max_pages]`` int32, frame of each page in the reuse cache, or -1.
         held, stamp: ``[s, n, kv_heads, slots]`` int32, page in each slot, and the step that last
             chose it.
-        step: ``[1]`` int32, counts steps; stamps are of its kind. `steps` is the same on the host.
+        step: ``[1]`` int32, counts steps; stamps are of its kind. `steps` is the host's count,
+            which leaves out what is run before a step is captured.
         counters: ``[n * kv_heads, 4]`` int64, chosen head-pages that were in the reuse cache, that
             had to be fetched, and that were on disk; and of the first those foreseen in their step.
         announced: the same of the choices made ahead of their layer.

@@ -116,6 +116,23 @@ def test_a_store_reads_scattered_pages_together(
         assert store.counters["pages_read"] == 3 * len(keys) // 2
 
 
+def test_a_few_neighbours_do_not_keep_the_rest_apart(
+    tmp_path: Path, queue: ReadQueue, pages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run longer than half of what may be under way had all pages read one by one."""
+    keys, payloads = pages
+    monkeypatch.setattr(extents, "DEPTH_BYTES", 20 * FRAME)
+    with open_store(tmp_path) as store:
+        if not store.direct_io:
+            pytest.skip(store.direct_io_reason)
+        store.put(keys, payloads)
+        monkeypatch.setattr(os, "preadv", None)  # would be one read at a time
+        wanted = [*range(0, 60, 2), *range(70, 90)]
+        memory = aligned_buffer(len(wanted) * FRAME)
+        store.read_into([keys[at] for at in wanted], [memory])
+        assert memory[::FRAME].tolist() == wanted
+
+
 def test_a_store_without_a_queue_reads_one_by_one(
     tmp_path: Path, pages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ FILE_BYTES = 4 << 30
 """Bytes one extent file may grow to. Part of the on-disk format."""
 
 DEPTH_BYTES = 2 << 20
-"""Bytes that one batch has under way at once; more made reads slower, not faster."""
+"""Bytes that one batch has under way at once, on average; more made reads slower, not faster."""
 
 Place = TypeVar("Place", int, Frames)
 
@@ -216,7 +216,7 @@ class Extents:
     ) -> list[int] | None:
         """Do the same with all reads at the disk at once; None if that is not possible."""
         counts = np.array([len(run) for run in runs])
-        depth = min(DEPTH_BYTES // (self.frame_bytes * int(counts.max())), MAX_DEPTH)
+        depth = min(int(DEPTH_BYTES / (self.frame_bytes * counts.mean())), MAX_DEPTH)
         if not self._direct or depth < 2:
             return None
         addresses = views.addresses(frames[np.concatenate(runs)])

@@ -14,7 +14,7 @@ import tierkv
 from tests.attention.test_selective import settings
 from tests.attention.test_selective_gpu import Rerun, emulated, logits
 from tests.hf.test_exact_tokens import model
-from tierkv.errors import ColdReadError, PageFaultError
+from tierkv.errors import ColdReadError, ColdWriteError, PageFaultError
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
 from tierkv.paging.faults import FaultService
@@ -190,3 +190,39 @@ def test_an_eager_step_may_have_been_in_inference_mode(tmp_path: Path) -> None:
         graph = DecodeGraph(model("llama"), tier_cache, 400)
         got = [output.logits[0, -1].clone(), *stepped(wrapped, tier_cache, ids, graph)]
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("broken", "keep", "error"), [("read_into", 288, ColdReadError), ("drop", 192, ColdWriteError)]
+)
+@pytest.mark.usefixtures("captured")
+def test_a_crop_that_fails_leaves_nothing_of_what_it_cut(
+    broken: str, keep: int, error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is recent again could not be read, or those cut off not dropped from disk: what
+    was kept on the device stayed that of the longer context, and later steps read it."""
+    ids, wanted = prompt(), given(tmp_path, 4)
+    other = torch.cat([ids[:, :keep], ids.flip(1)[:, :140]], dim=1)
+    if broken == "read_into":
+        ids = ids[:, : keep + NEW]  # what is recent then is read at once
+    want = logits("llama", ids, wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache, cold = wrapped.cache(), wrapped.manager.cold
+        wrapped.prefill(other[:, :-NEW], tier_cache)
+        decode_eagerly(tier_cache, other)
+        with monkeypatch.context() as patch:
+            patch.setattr(cold, broken, raising(error("made up")))
+            with pytest.raises(error, match="made up"):
+                tier_cache.crop(keep - tier_cache.get_seq_length())
+        assert tier_cache.get_seq_length() == keep
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids, graph)
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+def raising(error: Exception) -> Any:
+    def fails(*arguments: Any) -> None:
+        raise error
+
+    return fails

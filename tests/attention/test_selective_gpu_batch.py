@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import tierkv
-from tests.attention.test_faults import captured
+from tests.attention.test_faults import captured, raising
 from tests.attention.test_selective import settings
 from tests.attention.test_selective_gpu import NEW, emulated, logits
 from tests.hf.test_exact_tokens import model
+from tierkv.errors import ColdWriteError
 from tierkv.hf import upcoming
 from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
@@ -127,3 +128,22 @@ def test_what_came_from_disk_for_a_row_is_not_the_other_rows(tmp_path: Path) -> 
         rest = stepped(wrapped, tier_cache, ids[swapped], graph)
     torch.testing.assert_close(got, want[:1], rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(rest, want[1:, swapped], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_rows_that_leave_pages_which_cannot_be_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that was left had its own pages, and what was kept on the device of another row."""
+    ids, wanted = prompts(), given("cold", tmp_path, dense_layers=0)
+    want = alone(ids[1:], wanted)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-NEW], tier_cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(wrapped.manager.cold, "drop", raising(ColdWriteError("made up")))
+            with pytest.raises(ColdWriteError, match="made up"):
+                tier_cache.batch_select_indices(torch.tensor([1]))
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        got = stepped(wrapped, tier_cache, ids[1:], graph)
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=2e-4)

@@ -10,7 +10,7 @@ from tierkv.paging.manager import PageManager
 from tierkv.paging.plan import make_plan
 from tierkv.paging.selective import SelectiveState
 from tierkv.paging.sequences import Sequences
-from tierkv.paging.turns import activate, copy_tails
+from tierkv.paging.turns import activate, copy_tails, let_wait
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.frames import Frames
 
@@ -24,6 +24,7 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     Raises:
         HotBudgetError: more sequences than there are frames for tails; nothing changed.
         ConfigError: attention is selective, and `max_batch` is less; nothing changed.
+        ColdWriteError: it is done, but pages that nobody holds any more stay on disk.
     """
     old, new = sequences.batch, len(rows)
     if not old or (new == old and (rows == np.arange(old)).all()):
@@ -43,11 +44,11 @@ def remap(manager: PageManager, sequences: Sequences, rows: Blocks) -> None:
     sequences.batch, sequences.tails = new, tails
     sequences.blocks = np.concatenate([shared, fresh_tails(manager, new, offset)], axis=1)
     sequences.changed()
-    manager.release(before)
     if (state := manager.selective) is not None:
         layers = list(filter(state.spec.selects, range(manager.geometry.layers)))
         hosts = [manager.tiers.home_addresses(shared.reshape(-1), layer) for layer in layers]
         state.remap(rows, [manager.hot.arenas[layer] for layer in layers], hosts)
+    manager.release(before)
 
 
 def fork(manager: PageManager, sequences: Sequences) -> Sequences:
@@ -90,7 +91,9 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     A page that is cut in the middle becomes the tail again, as a copy: sealed pages never change.
 
     Raises:
-        ColdReadError: the page to cut could not be read; nothing changed.
+        ColdReadError: the page to cut could not be read, and nothing changed; or, where attention
+            is selective, one that is recent now, and the next step looks for it again.
+        ColdWriteError: it is done, but pages that nobody holds any more stay on disk.
     """
     if not sequences.batch or all(now <= length for now in sequences.lengths):
         return
@@ -112,9 +115,14 @@ def crop(manager: PageManager, sequences: Sequences, length: int) -> None:
     )
     sequences.lengths = [min(now, length) for now in sequences.lengths]
     sequences.changed()
-    manager.release(before[:, keep:])
-    if manager.selective is not None and manager.selective.owner is sequences:
-        _restore_recent(manager, manager.selective, sequences, keep)
+    try:
+        if manager.selective is not None and manager.selective.owner is sequences:
+            _restore_recent(manager, manager.selective, sequences, keep)
+    except BaseException:
+        let_wait(manager, sequences)  # its pages are shown anew when it goes on
+        raise
+    finally:
+        manager.release(before[:, keep:])
 
 
 def _restore_recent(

@@ -31,7 +31,7 @@ def activate(manager: PageManager, sequences: Sequences) -> None:
     if state is None or state.owner is sequences:
         return
     if state.owner is not None:
-        _wait(manager, state.owner)
+        let_wait(manager, state.owner)
     if sequences.waiting is None:
         return
     sequences.tails, state.owner = manager.take_tails(sequences.batch), sequences
@@ -42,7 +42,7 @@ def activate(manager: PageManager, sequences: Sequences) -> None:
             arena.v_frames.index_copy_(1, tails, v.to(manager.device))
         take_note(manager, sequences)
     except BaseException:
-        _wait(manager, sequences)
+        let_wait(manager, sequences)
         raise
     sequences.waiting = None
     state.turns += 1
@@ -60,7 +60,8 @@ def copy_tails(
     return [(k.to("cpu", copy=True), v.to("cpu", copy=True)) for k, v in pages]
 
 
-def _wait(manager: PageManager, sequences: Sequences) -> None:
+def let_wait(manager: PageManager, sequences: Sequences) -> None:
+    """End the turn of a context. Of what selective attention has kept nothing is left."""
     assert manager.selective is not None
     manager.lookahead.cancel()
     sequences.waiting = copy_tails(manager, sequences)

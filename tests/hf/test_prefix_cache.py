@@ -13,7 +13,7 @@ from tests.hf.test_exact_tokens import model
 from tests.hf.test_generation import tokens
 from tests.models import tiny_model
 from tests.paging_helpers import budgets, encode_hot
-from tierkv.errors import ConfigError, UnsupportedModelError, WarmBudgetError
+from tierkv.errors import ColdWriteError, ConfigError, UnsupportedModelError, WarmBudgetError
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
 
@@ -231,6 +231,29 @@ def test_tokens_that_nobody_vouches_for_are_not_kept(tmp_path: Path) -> None:
             assert (
                 context.generate(**NEW).tolist()[0] == plain("llama", context.ids[:, :80])[0][80:]
             )
+
+
+def test_after_a_failure_nobody_vouches_for_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows had changed places, dropping pages failed, and they were kept by each other's tokens."""
+    ids = tokens(2, 200)
+    with wrap("llama", "warm", tmp_path) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :100], tier_cache)
+
+        def fails(blocks: Any) -> None:
+            raise ColdWriteError("made up")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(wrapped.manager, "release", fails)
+            with pytest.raises(ColdWriteError):
+                tier_cache.reorder_cache(torch.tensor([1, 0]))
+        wrapped.prefill(ids, tier_cache)
+        wrapped.prefill(ids, wrapped.cache())  # keeps what is not kept yet
+        got = wrapped.generate(ids, max_new_tokens=8, do_sample=False)
+    want = model("llama").generate(ids, max_new_tokens=8, do_sample=False)
+    assert got.tolist() == want.tolist()
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:

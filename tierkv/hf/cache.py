@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,8 +244,8 @@ class TierCache(Cache):
             what = "full sliding windows" if full else "recurrent layers"
             raise TierKVError(f"{what} cannot be rolled back; call reset() on the cache instead")
         if self.manager is not None:
-            crop(self.live_manager(), self.sequences, length)
-            self._forget_known(length)
+            with self._knowing(np.s_[:, :length]):
+                crop(self.live_manager(), self.sequences, length)
         self._unread = None
         for layer in longer:
             layer.crop(length - layer.get_seq_length())
@@ -255,12 +257,16 @@ class TierCache(Cache):
             count = min(count - length, 0)
         super().crop(count)  # refuses before anything is cut
         if self.manager is not None and count:
-            crop(self.live_manager(), self.sequences, max(length + count, 0))
-            self._forget_known(max(length + count, 0))
+            kept = max(length + count, 0)
+            with self._knowing(np.s_[:, :kept]):
+                crop(self.live_manager(), self.sequences, kept)
 
-    def _forget_known(self, length: int) -> None:
-        if self.known is not None:
-            self.known = self.known[:, :length]
+    @contextmanager
+    def _knowing(self, part: Any) -> Iterator[None]:
+        """Know only a part of the tokens after the block; if that fails, nobody is sure of any."""
+        known, self.known = self.known, None
+        yield
+        self.known = None if known is None else known[part]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Permute the batch for beam search: block tables change, only tails are copied."""
@@ -278,10 +284,9 @@ class TierCache(Cache):
         super().batch_select_indices(indices)
 
     def _remap(self, rows: Any) -> None:
-        if self.manager is not None:
-            remap(self.live_manager(), self.sequences, rows.astype(np.int64))
-        if self.known is not None:
-            self.known = self.known[torch.as_tensor(rows, device=self.known.device)]
+        with self._knowing(torch.as_tensor(rows)):
+            if self.manager is not None:
+                remap(self.live_manager(), self.sequences, rows.astype(np.int64))
 
     def fork(self) -> TierCache:
         """Return a cache of its own with the same tokens; it shares all sealed pages.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 from tierkv.paging.directory import Blocks
@@ -44,7 +43,6 @@ def promote_encoded(manager: PageManager, blocks: Blocks) -> None:
             _settle(manager, *coming.pop(0))
     finally:
         for _, sources in coming:
-            wait(sources.reads)
             sources.release()
 
 
@@ -52,7 +50,6 @@ def _settle(manager: PageManager, fetch: Fetch, sources: Sources) -> None:
     """Wait for pages to be read, and copy them to frames on the device."""
     tiers, layer, blocks = manager.tiers, fetch.layer, fetch.blocks
     try:
-        wait(sources.reads)
         for read in sources.reads:
             read.result()
         with tiers.changed:

@@ -7,7 +7,6 @@ brings it up into free frames, with reads running ahead on threads; no forward p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import wait
 from contextlib import closing
 
 import numpy as np
@@ -127,7 +126,6 @@ def _save_encoded(
                     read.result()
                 cold.put(keys, _as_they_lie(manager, sources.frames))
             finally:
-                wait(sources.reads)
                 sources.release()
             written += keys
 

@@ -181,7 +181,7 @@ def test_first_step_is_proved(tmp_path: Path, monkeypatch: Any) -> None:
     def wrong(self: Any, work: Any, warmups: int) -> Any:
         return made(self, lambda: -work(), warmups)
 
-    for capture, replays in ((made, 5), (wrong, 1)):  # of 6 tokens; nothing waits for a capture first
+    for capture, replays in ((made, 5), (wrong, 1)):  # of 6 tokens
         monkeypatch.setattr(Transfer, "capture", capture)
         with tierkv.wrap(model("llama"), **given) as wrapped:
             tier_cache = wrapped.cache()

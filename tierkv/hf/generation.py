@@ -64,8 +64,8 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iter
     """Replay a captured step whenever the model is called for one token of the graph's cache.
 
     Unless replays were asked for, nothing is captured before the second token: the first one does
-    not wait for that, and may be the only one. What cannot be replayed runs as always; the reason is a warning, once, if replays were asked
-    for or a capture failed.
+    not wait for that, and may be the only one. What cannot be replayed runs as always; the reason
+    is a warning, once, if replays were asked for or a capture failed.
     """
     name, forward = cache_argument(hf_model), hf_model.forward
     former = vars(hf_model).get("forward")  # someone else's patch, or None

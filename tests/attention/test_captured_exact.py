@@ -181,7 +181,7 @@ def test_first_step_is_proved(tmp_path: Path, monkeypatch: Any) -> None:
     def wrong(self: Any, work: Any, warmups: int) -> Any:
         return made(self, lambda: -work(), warmups)
 
-    for capture, replays in ((made, 6), (wrong, 1)):
+    for capture, replays in ((made, 5), (wrong, 1)):  # of 6 tokens
         monkeypatch.setattr(Transfer, "capture", capture)
         with tierkv.wrap(model("llama"), **given) as wrapped:
             tier_cache = wrapped.cache()
@@ -227,7 +227,7 @@ def test_inference_mode_may_come_and_go(tmp_path: Path, monkeypatch: Any) -> Non
             monkeypatch.setattr(api, "decode_graph", lambda *args: graph)
             first = wrapped.generate(ids, max_new_tokens=20, do_sample=False, **argument)
         got = wrapped.generate(first.clone(), max_new_tokens=20, do_sample=False, **argument)
-        assert graph.replays == 40
+        assert graph.replays == 39
     assert got.tolist() == want.tolist()
 
 
@@ -410,7 +410,7 @@ def test_nothing_is_replayed_after_a_forward_that_stopped_midway(monkeypatch: An
             wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
         tier_cache.rollback()
         got = wrapped.generate(ids, max_new_tokens=2, do_sample=False, **{argument: tier_cache})
-        assert graph.replays == 2
+        assert graph.replays == 1
     assert got.tolist() == hf_model.generate(ids, max_new_tokens=2, do_sample=False).tolist()
 
 

@@ -63,15 +63,18 @@ def only_new_tokens(model: PreTrainedModel, tier_cache: TierCache) -> Iterator[N
 def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iterator[None]:
     """Replay a captured step whenever the model is called for one token of the graph's cache.
 
-    What cannot be replayed runs as always; the reason is a warning, once, if replays were asked
-    for or a capture failed.
+    Unless replays were asked for, nothing is captured before the second token: the first one does
+    not wait for that, and may be the only one. What cannot be replayed runs as always; the reason
+    is a warning, once, if replays were asked for or a capture failed.
     """
     name, forward = cache_argument(hf_model), hf_model.forward
     former = vars(hf_model).get("forward")  # someone else's patch, or None
     told: set[str] = set()
+    captures = asked
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal captures
         ids, own = kwargs.get("input_ids"), kwargs.get(name) is graph.tier_cache
         if args or ids is None or ids.shape != graph.ids.shape or not own:
             return forward(*args, **kwargs)
@@ -79,6 +82,9 @@ def replayed(hf_model: PreTrainedModel, graph: DecodeGraph, asked: bool) -> Iter
         if any(value is not None and value is not False for value in others):
             return forward(**kwargs)  # it asks for more than logits
         obstacle, warns = graph.obstacle(), asked
+        if not (obstacle or graph.captured or captures):
+            captures = True
+            return forward(**kwargs)
         if not obstacle:
             try:
                 logits = graph.step(ids)

@@ -97,6 +97,11 @@ class DecodeGraph:
         assert tier_cache is not None, "the cache of this graph is gone"
         return tier_cache
 
+    @property
+    def captured(self) -> bool:
+        """Whether there is something to replay."""
+        return self._graph is not None
+
     def serves(self, rows: int, padding: torch.Tensor | None) -> bool:
         """Whether steps are of so many sequences, so padded."""
         if padding is None or self.padding is None:

@@ -180,7 +180,7 @@ class Outflow:
         tiers, warm, each = self.tiers, self.tiers.warm, len(blocks)
         count = len(layers) * each
         with tiers.changed:
-            homes = warm.homes.free >= count and min(map(self.homes_free, layers)) >= each
+            homes = warm.homes.free >= count and min(map(self.warm_free, layers)) >= each
             if homes:
                 frames = warm.homes.take(count).reshape(-1, each)
                 for layer in layers:

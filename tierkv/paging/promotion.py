@@ -52,7 +52,6 @@ def _settle(manager: PageManager, fetch: Fetch, sources: Sources) -> None:
     """Wait for pages to be read, and copy them to frames on the device."""
     tiers, layer, blocks = manager.tiers, fetch.layer, fetch.blocks
     try:
-        wait(sources.reads)
         for read in sources.reads:
             read.result()
         with tiers.changed:
@@ -68,4 +67,5 @@ def _settle(manager: PageManager, fetch: Fetch, sources: Sources) -> None:
             tiers.directory.warm[blocks, layer] = frames
             manager.outflow.give_homes(layer, left[left >= 0])
     finally:
+        wait(sources.reads)  # nothing is read into frames that are given away
         sources.release()

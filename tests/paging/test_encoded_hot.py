@@ -163,6 +163,30 @@ def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
     close_all(manager, [batch])
 
 
+def test_only_what_goes_up_is_counted(tmp_path: Path) -> None:
+    """Encoded pages that were saved counted as brought up to the device, where they did not go."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
+        encoded=2, homes=4, staging=2, transit=2,
+    )  # fmt: skip
+    batch = Encoded.new(manager, 1)
+    batch.append(6 * TOKENS)
+    manager.lookahead.cancel()
+    wait_for_disk(manager)
+
+    def moved() -> int:
+        return int(manager.report()["moved_bytes"]["warm_to_hot"])
+
+    before, blocks = moved(), batch.sequences.blocks[0]
+    assert saved.save(manager, batch.sequences, [bytes([i]) * 32 for i in range(6)]) == 2 * 6
+    assert moved() == before
+    demote(manager, blocks[:2])
+    wait_for_disk(manager)
+    promote(manager, blocks[4:])
+    assert moved() == before + 2 * 2 * encoded_bytes(INT8, GEOMETRY)
+    close_all(manager, [batch])
+
+
 def test_a_failed_move_down_leaves_pages_on_the_device(tmp_path: Path) -> None:
     manager = make_manager(geometry=GEOMETRY, codec=INT8, hot=2, encoded=4, homes=8)
     batch = Encoded.new(manager, 1)

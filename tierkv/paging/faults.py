@@ -75,7 +75,7 @@ class FaultService:
         self._most = self._state.spec.max_pages  # of a sequence; those of the next one follow
         self._capacity = self._state.addresses.shape[1]
         warm = manager.warm
-        self._used: Frames = np.arange(warm.homes.capacity, warm.num_frames)
+        self._used: Frames = np.arange(warm.inbound_start, warm.stop)
         warm.addresses(self._used)  # pinned now: no thread may do it in a step
         self._copied = (-1, -1)  # what had been copied to and from these frames at the last look
         self._lock = threading.Condition()  # guards all below

@@ -154,9 +154,7 @@ def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
         promote(manager, blocks)
     check_books(manager, [batch])
     batch.check()
-    for _ in range(
-        2
-    ):  # as many blocks as there is room for in every layer, some of which know them
+    for _ in range(2):  # each time as many blocks as find room in every layer
         promote(manager, blocks)
     assert tiers_of(batch) == 2 * [{"raw": 0, "encoded": 4, "warm": 0, "cold": 0}]
     batch.check()

@@ -135,7 +135,7 @@ class CapturedExact:
         reason = f"{len(streamed)} pages of layer {layer} are streamed, to a batch or past padding"
         if self._frames is None and manager.warm.on_device(homes).all(axis=0).any():
             name = manager.tiers.format.codec.name
-            return f"{reason}: none attends to {name} pages where they lie; use another codec"
+            return f"{reason}: no kernel attends to {name} pages where they lie; use another codec"
         return f"{reason}; raise gpu_budget"
 
     def begin(self, past: int, tail_tokens: int) -> None:

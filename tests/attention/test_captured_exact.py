@@ -175,7 +175,7 @@ def test_steps_of_a_padded_batch_over_encoded_hot_pages(
 
 @pytest.mark.parametrize(
     ("codec", "pages", "reason"),
-    [("int4-importance", 40, "no kernel attends to int4-importance pages"), ("int8", 3, "gpu_budget")],
+    [("int4-importance", 40, "no kernel attends to int4-importance"), ("int8", 3, "gpu_budget")],
 )
 def test_what_keeps_a_batch_from_replays_names_what_helps(
     codec: str, pages: int, reason: str

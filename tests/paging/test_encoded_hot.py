@@ -28,7 +28,7 @@ from tierkv.errors import ColdReadError, ConfigError, HotBudgetError, WarmBudget
 from tierkv.hf.geometry import model_geometry
 from tierkv.page import Geometry
 from tierkv.paging import saved
-from tierkv.paging.adopt import promote
+from tierkv.paging.adopt import promote, room_above
 from tierkv.paging.descent import demote
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.manager import PageManager
@@ -159,6 +159,23 @@ def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
     assert tiers_of(batch) == 2 * [{"raw": 0, "encoded": 4, "warm": 0, "cold": 0}]
     batch.check()
     close_all(manager, [batch])
+
+
+def test_pages_from_the_store_are_no_more_than_every_layer_takes(tmp_path: Path) -> None:
+    """Room on the device in one layer and in warm memory in another was added up: pages that
+    stayed on disk counted as known before they were ever read."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
+        encoded=4, homes=4, staging=2, transit=2,
+    )  # fmt: skip
+    none = np.zeros(0, dtype=np.int64)
+    assert room_above(manager, none) == 4 + 2
+    device, outflow = manager.tiers.device_frames, manager.outflow
+    taken, homes = device.take(0, 3), outflow.take_homes(1, 2)
+    assert room_above(manager, none) == 1
+    outflow.give_homes(0, taken)
+    outflow.give_homes(1, homes)
+    close_all(manager, [])
 
 
 def test_only_what_goes_up_is_counted(tmp_path: Path) -> None:

@@ -141,14 +141,21 @@ def test_steps_over_encoded_hot_pages_equal_those_over_warm_ones(
     assert moved[0] < moved[1]
 
 
+@pytest.mark.parametrize(("tokens", "padding", "residual"), [(25, 22, 0), (150, 72, 17)])
 @pytest.mark.usefixtures("emulated")
-def test_steps_of_a_padded_batch_over_encoded_hot_pages(monkeypatch: Any) -> None:
-    """Padding ends in the middle of an encoded page, and in the tail of a row while it is short."""
-    ids = torch.randint(3, 199, (2, 25), generator=torch.Generator().manual_seed(1))
+def test_steps_of_a_padded_batch_over_encoded_hot_pages(
+    tokens: int, padding: int, residual: int, monkeypatch: Any
+) -> None:
+    """Padding ends in the middle of an encoded page, and in the tail of a row while it is short.
+
+    With a residual window the first pages are raw like the last ones, and no step was replayed.
+    """
+    ids = torch.randint(3, 199, (2, tokens), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, :22] = 0
+    mask[0, :padding] = 0
     how: dict[str, Any] = {"max_new_tokens": 18, "attention_mask": mask, "do_sample": False}
     given = {"page_tokens": 16, "codec": "hot=int8", "gpu_budget": roomy(model("llama"), 40)}
+    given["residual_tokens"] = residual
     with tierkv.wrap(model("llama"), cuda_graph=False, **given) as wrapped:
         want = wrapped.generate(ids, **how)
     graphs = []
@@ -164,6 +171,23 @@ def test_steps_of_a_padded_batch_over_encoded_hot_pages(monkeypatch: Any) -> Non
         assert wrapped.stats()["moved_bytes"]["warm_to_hot"] == 0
     assert got.tolist() == want.tolist()
     assert graphs[0].replays >= 17
+
+
+@pytest.mark.parametrize(
+    ("codec", "pages", "reason"),
+    [("int4-importance", 40, "no kernel attends to int4-importance"), ("int8", 3, "gpu_budget")],
+)
+def test_what_keeps_a_batch_from_replays_names_what_helps(
+    codec: str, pages: int, reason: str
+) -> None:
+    """Where no kernel attends to the encoded pages of a batch, the reason was gpu_budget."""
+    given = {"page_tokens": 16, "codec": f"hot={codec}", "cpu_budget": "64MiB"}
+    given["gpu_budget"] = roomy(model("llama"), pages)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(torch.randint(3, 199, (2, 90)), tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        assert reason in graph.obstacle()
 
 
 @pytest.mark.usefixtures("emulated")

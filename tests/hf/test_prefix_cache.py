@@ -12,6 +12,7 @@ import tierkv
 from tests.hf.test_exact_tokens import model
 from tests.hf.test_generation import tokens
 from tests.models import tiny_model
+from tests.paging.test_encoded_hot import roomy
 from tests.paging_helpers import budgets, encode_hot
 from tierkv.errors import ColdWriteError, ConfigError, UnsupportedModelError, WarmBudgetError
 
@@ -208,6 +209,21 @@ def test_kept_pages_give_way_to_new_ones(
         with pytest.raises(WarmBudgetError):
             wrapped.generate(tokens(1, 16 * 30, seed=10), max_new_tokens=1)
         assert wrapped.generate(prompts[3], **NEW).tolist() == plain("llama", prompts[3])
+
+
+@pytest.mark.parametrize("codec", ["int8", "hot=int8"])
+def test_kept_pages_leave_the_residual_window_its_frames(codec: str, tmp_path: Path) -> None:
+    """Bug: pages of finished requests held the raw frames where hot pages are encoded, and later
+    requests had no residual window."""
+    given = {"gpu_budget": roomy(model("llama"), 8, raw=6), "cpu_budget": "8MiB"}
+    given |= {"codec": codec, "residual_tokens": 32}
+    with wrap("llama", "hot", tmp_path, **given) as wrapped:
+        for seed in range(4):
+            ids = tokens(1, 150, seed=seed)
+            wrapped.generate(ids, max_new_tokens=5, do_sample=False)
+            blocks = wrapped.manager.prefix.tree.match(ids[0, :144].numpy()).blocks
+            assert len(blocks) == 9
+            assert (wrapped.manager.directory.hot[blocks[-2:]] >= 0).all()
 
 
 def test_tokens_that_nobody_vouches_for_are_not_kept(tmp_path: Path) -> None:

@@ -223,12 +223,13 @@ def test_8_bits_keep_the_tokens_of_a_small_model(tmp_path: Path) -> None:
 
 
 def test_pages_that_no_kernel_fetches_are_named() -> None:
-    """What selective attention on a GPU asks before anything runs."""
+    """What selective attention on a GPU asks before anything runs, and exact captured steps whose
+    reason was selective attention, too."""
     odd = replace(GEOMETRY, k_dim=5, dtype=torch.bfloat16)
     for name, codec in CODECS.items():
         FrameFormat(replace(GEOMETRY, dtype=torch.bfloat16), codec).check_fetch()
         if name != "raw":
-            with pytest.raises(ConfigError, match=f"codec: .*selective.* '{name}' pages of 5"):
+            with pytest.raises(ConfigError, match=f"captured steps .*'{name}' pages of 5"):
                 FrameFormat(odd, codec).check_fetch()
 
 

@@ -28,7 +28,7 @@ from tierkv.errors import ColdReadError, ConfigError, HotBudgetError, WarmBudget
 from tierkv.hf.geometry import model_geometry
 from tierkv.page import Geometry
 from tierkv.paging import saved
-from tierkv.paging.adopt import promote
+from tierkv.paging.adopt import promote, room_above
 from tierkv.paging.descent import demote
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.manager import PageManager
@@ -154,12 +154,51 @@ def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
         promote(manager, blocks)
     check_books(manager, [batch])
     batch.check()
-    for _ in range(
-        2
-    ):  # as many blocks as there is room for in every layer, some of which know them
+    for _ in range(2):  # each time as many blocks as find room in every layer
         promote(manager, blocks)
     assert tiers_of(batch) == 2 * [{"raw": 0, "encoded": 4, "warm": 0, "cold": 0}]
     batch.check()
+    close_all(manager, [batch])
+
+
+def test_pages_from_the_store_are_no_more_than_every_layer_takes(tmp_path: Path) -> None:
+    """Room on the device in one layer and in warm memory in another was added up: pages that
+    stayed on disk counted as known before they were ever read."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
+        encoded=4, homes=4, staging=2, transit=2,
+    )  # fmt: skip
+    none = np.zeros(0, dtype=np.int64)
+    assert room_above(manager, none) == 4 + 2
+    device, outflow = manager.tiers.device_frames, manager.outflow
+    taken, homes = device.take(0, 3), outflow.take_homes(1, 2)
+    assert room_above(manager, none) == 1
+    outflow.give_homes(0, taken)
+    outflow.give_homes(1, homes)
+    close_all(manager, [])
+
+
+def test_only_what_goes_up_is_counted(tmp_path: Path) -> None:
+    """Encoded pages that were saved counted as brought up to the device, where they did not go."""
+    manager = make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
+        encoded=2, homes=4, staging=2, transit=2,
+    )  # fmt: skip
+    batch = Encoded.new(manager, 1)
+    batch.append(6 * TOKENS)
+    manager.lookahead.cancel()
+    wait_for_disk(manager)
+
+    def moved() -> int:
+        return int(manager.report()["moved_bytes"]["warm_to_hot"])
+
+    before, blocks = moved(), batch.sequences.blocks[0]
+    assert saved.save(manager, batch.sequences, [bytes([i]) * 32 for i in range(6)]) == 2 * 6
+    assert moved() == before
+    demote(manager, blocks[:2])
+    wait_for_disk(manager)
+    promote(manager, blocks[4:])
+    assert moved() == before + 2 * 2 * encoded_bytes(INT8, GEOMETRY)
     close_all(manager, [batch])
 
 

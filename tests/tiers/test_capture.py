@@ -77,6 +77,19 @@ def test_work_runs_before_it_is_captured(recorder: Recorder) -> None:
     assert recorder.current is recorder.caller and not recorder.under_way
 
 
+def test_work_that_fails_before_it_is_captured_is_waited_for(recorder: Recorder) -> None:
+    """What it had enqueued ran on beside the step that was made instead, in the same memory."""
+    waited: list[Any] = []
+    recorder.caller.wait_stream = waited.append
+
+    def work() -> Any:
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        capture.capture(work, 1, recorder.caller, SIDE)
+    assert waited == [SIDE]
+
+
 def test_a_failed_capture_is_ended(recorder: Recorder) -> None:
     """Torch stayed on the capturing stream, took memory for that capture, and refused random
     numbers in the whole process: after a model whose routing takes the host, for instance."""

@@ -39,11 +39,11 @@ MAX_LATER_PAGES = 128
 class Divided(NamedTuple):
     """What a plan calls streamed: encoded pages on the device, and positions that are streamed.
 
-    frames: ``[batch, n]``, those of the former; in_order: they are the first pages of all.
+    positions, frames: ``[n]`` and ``[batch, n]``, those of the former.
     """
 
+    positions: Blocks
     frames: Frames
-    in_order: bool
     streamed: Blocks
 
 
@@ -80,7 +80,8 @@ class CapturedExact:
 
         self.padding, batch = padding, max(sequences.batch, 1)
         self.tables = zeros(layers, batch, max_pages)
-        self.later_tokens, self.encoded_tokens, self.hidden = zeros(3, layers, batch)
+        self.later_tokens, self.encoded_tokens = zeros(2, layers, batch)
+        self.hidden, self.encoded_hidden = zeros(2, layers, batch)
         encoded = manager.tiers.device_frames
         self._frames = manager.tiers.format.attended(encoded.memory) if encoded.share else None
         self.encoded_tables = zeros(layers, batch, max_pages if self._frames else 0)
@@ -114,21 +115,28 @@ class CapturedExact:
             plan = self.manager.plan(self.sequences, layer, past)
             if plan is self._plans.get(layer) or not len(plan.streamed):
                 continue
-            parts = self._divide(layer, plan)
-            if self.padding is not None and not parts.in_order:
-                return f"pages of layer {layer} are raw and encoded by turns, with padding before"
-            if not len(parts.streamed):
+            streamed = self._divide(layer, plan).streamed
+            if not len(streamed):
                 continue
             if len(self.tables[layer]) > 1 or self.padding is not None:
-                pages = f"{len(parts.streamed)} pages of layer {layer}"
-                return f"{pages} are streamed, to a batch; raise gpu_budget"
-            if (self._homes(layer, parts.streamed) < 0).any():
+                return self._too_much(layer, streamed)
+            if (self._homes(layer, streamed) < 0).any():
                 return f"layer {layer} is exact and has pages on disk, which take the host to read"
             try:
                 self.manager.tiers.format.check_fetch()
             except ConfigError as error:
                 return str(error)
         return ""
+
+    def _too_much(self, layer: int, streamed: Blocks) -> str:
+        """Say that a batch, or padding, has no page streamed to it, and what helps."""
+        manager = self.manager
+        homes = manager.directory.warm[self.sequences.blocks[:, streamed], layer]
+        reason = f"{len(streamed)} pages of layer {layer} are streamed, to a batch or past padding"
+        if self._frames is None and manager.warm.on_device(homes).all(axis=0).any():
+            name = manager.tiers.format.codec.name
+            return f"{reason}: no kernel attends to {name} pages where they lie; use another codec"
+        return f"{reason}; raise gpu_budget"
 
     def begin(self, past: int, tail_tokens: int) -> None:
         """Set what a step reads, on the device but for `numbers`; the new token is the tail's last.
@@ -223,7 +231,7 @@ class CapturedExact:
             slot = decode.attend(
                 query, self._frames, self._partials, slot=slot, tokens=self.encoded_tokens[layer],
                 table=self.encoded_tables[layer], max_splits=MAX_SPLITS,
-                first_visible=self.padding, **settings,
+                first_visible=self.encoded_hidden[layer] if padded else None, **settings,
             )  # fmt: skip
         settings["max_splits"] = STREAMED_SPLITS
         if self._streams:
@@ -257,13 +265,15 @@ class CapturedExact:
         table = torch.from_numpy(frames).to(self.tables.device)
         self.tables[layer, :, : frames.shape[1]] = table
         self._resident[layer] = frames.shape[1] - 1
-        encoded, page_tokens = self._divide(layer, plan).frames, self.manager.geometry.page_tokens
+        at, encoded, _ = self._divide(layer, plan)
+        page_tokens = self.manager.geometry.page_tokens
         if self._frames is not None:
             table = torch.from_numpy(encoded.astype(np.int32)).to(self.tables.device)
             self.encoded_tables[layer, :, : encoded.shape[1]] = table
             self.encoded_tokens[layer].fill_(encoded.shape[1] * page_tokens)
-        if self.padding is not None:  # the raw pages come after those
-            self.hidden[layer] = (self.padding - encoded.shape[1] * page_tokens).clamp_min(0)
+        if self.padding is not None:
+            self.hidden[layer] = self._hidden(np.append(plan.positions, plan.past))
+            self.encoded_hidden[layer] = self._hidden(at)
         later = self._later(layer, plan)
         if later is None or len(later) > self.addresses.shape[1]:
             return  # the step will be captured anew
@@ -272,6 +282,15 @@ class CapturedExact:
             self.addresses[layer, : len(later)] = torch.from_numpy(places).to(self.tables.device)
         self.fetches[layer].counts.fill_(len(later))
         self.later_tokens[layer].fill_(len(later) * page_tokens)
+
+    def _hidden(self, positions: Blocks) -> torch.Tensor:
+        """Return how many tokens are padding, ``[batch]``, of pages at these positions, ascending:
+        the first ones of them."""
+        assert self.padding is not None
+        page_tokens = self.manager.geometry.page_tokens
+        starts = torch.from_numpy(positions * page_tokens).to(self.padding.device)
+        hidden = (self.padding[:, None] - starts).clamp(0, page_tokens)
+        return hidden.sum(dim=1, dtype=torch.int32)
 
     def _later(self, layer: int, plan: Plan) -> Blocks | None:
         """Return the positions streamed beyond the captured copies; None if those do not fit."""
@@ -287,9 +306,7 @@ class CapturedExact:
         warm, streamed = self.manager.warm, plan.streamed
         frames = self.manager.directory.warm[self.sequences.blocks[:, streamed], layer]
         here = warm.on_device(frames).all(axis=0) & (self._frames is not None)
-        positions = streamed[here]
-        in_order = np.array_equal(positions, np.arange(len(positions)))
-        parts = Divided(frames[:, here], in_order, streamed[~here])
+        parts = Divided(streamed[here], frames[:, here], streamed[~here])
         self._divided[layer] = plan, parts
         return parts
 

@@ -89,8 +89,9 @@ def register(manager: PageManager, block_keys: Sequence[bytes]) -> Blocks:
 
 def room_above(manager: PageManager, blocks: Blocks) -> int:
     """Return how many more pages a layer `promote` could bring up after those of `blocks`."""
-    directory, homed = manager.directory, manager.hot.homed
-    warm = min(manager.outflow.homes_free(layer) for layer in range(manager.geometry.layers))
+    directory, homed, every = manager.directory, manager.hot.homed, range(manager.geometry.layers)
+    warm = min(map(manager.outflow.warm_free, every))
+    warm += min(map(manager.tiers.device_frames.free, every))
     below = directory.hot[blocks] == NOWHERE
     rooms = []
     if homed:

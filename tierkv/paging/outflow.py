@@ -98,10 +98,6 @@ class Outflow:
                 f"raise cpu_budget"
             )
 
-    def homes_free(self, layer: int) -> int:
-        """Homes that a layer's encoded pages may still take, on the device and in warm memory."""
-        return self.tiers.device_frames.free(layer) + self.warm_free(layer)
-
     def warm_free(self, layer: int) -> int:
         """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
         if self.tiers.cold is None:
@@ -180,7 +176,7 @@ class Outflow:
         tiers, warm, each = self.tiers, self.tiers.warm, len(blocks)
         count = len(layers) * each
         with tiers.changed:
-            homes = warm.homes.free >= count and min(map(self.homes_free, layers)) >= each
+            homes = warm.homes.free >= count and min(map(self.warm_free, layers)) >= each
             if homes:
                 frames = warm.homes.take(count).reshape(-1, each)
                 for layer in layers:

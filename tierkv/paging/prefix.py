@@ -132,6 +132,15 @@ class PrefixCache:
             except BudgetError:
                 self.evict(count)
 
+    def raw_pages(self, layer: int, most: int) -> Blocks:
+        """Return blocks that nobody uses and a layer has raw, the least recently used first."""
+        directory = self._manager.directory
+
+        def idle(blocks: Blocks) -> npt.NDArray[np.bool_]:
+            return (directory.refs[blocks] == 1) & (directory.hot[blocks, layer] != NOWHERE)
+
+        return self.tree.oldest(most, idle)
+
     def evict(self, pages: int) -> int:
         """Give up as many page positions that nobody uses, if there are; return how many."""
         blocks = self.tree.evict(pages)

@@ -60,9 +60,11 @@ def _settle(manager: PageManager, fetch: Fetch, sources: Sources) -> None:
             with tiers.changed:
                 tiers.device_frames.give(layer, frames)
             raise
+        manager.stats.warm_to_hot_bytes += len(blocks) * tiers.format.page_bytes
         with tiers.changed:
             left = tiers.directory.warm[blocks, layer]
             tiers.directory.warm[blocks, layer] = frames
             manager.outflow.give_homes(layer, left[left >= 0])
     finally:
+        wait(sources.reads)  # nothing is read into frames that are given away
         sources.release()

@@ -45,7 +45,8 @@ class Sources:
 def open_sources(manager: PageManager, fetch: Fetch, *, encoded: bool = False) -> Sources | None:
     """Pin a fetch's pages and start their disk reads; None when warm frames are short.
 
-    encoded: as they were encoded, even where they are raw on the device too.
+    encoded: as they were encoded, even where they are raw on the device too; for a caller who
+        counts what goes up.
     """
     if fetch.settled:
         sources: Sources = fetch.settled[0]
@@ -84,7 +85,9 @@ def open_sources(manager: PageManager, fetch: Fetch, *, encoded: bool = False) -
             keys = [manager.tiers.key(block, layer) for block in blocks[missing].tolist()]
             reads += manager.transfer.read_cold(keys, inbound)
             manager.stats.cold_to_warm_bytes += len(missing) * manager.cold.frame_bytes
-        manager.stats.warm_to_hot_bytes += (len(slots) - here) * manager.tiers.format.page_bytes
+        if not encoded:
+            up = len(slots) - here
+            manager.stats.warm_to_hot_bytes += up * manager.tiers.format.page_bytes
         if len(on_device):
             pages = manager.hot.arenas[layer].pages(hot[on_device])
             resident = (torch.as_tensor(on_device, device=manager.device), *pages)

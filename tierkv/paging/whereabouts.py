@@ -21,9 +21,8 @@ def tokens_by_tier(manager: PageManager, sequences: Sequences) -> dict[str, int]
     blocks = sequences.blocks[0, : length // geometry.page_tokens]
     directory = manager.directory
     with manager.tiers.changed:
-        every = slice(0, geometry.layers)
-        hot = manager.tiers.is_hot(blocks, every)
-        warm = ~hot & (directory.warm[blocks, every] != NOWHERE)
+        hot = manager.tiers.is_hot(blocks)
+        warm = ~hot & (directory.warm[blocks] != NOWHERE)
     num_warm = int(np.count_nonzero(warm)) * geometry.page_tokens // geometry.layers
     num_cold = int(np.count_nonzero(~hot & ~warm)) * geometry.page_tokens // geometry.layers
     return {"hot": length - num_warm - num_cold, "warm": num_warm, "cold": num_cold}

@@ -4,7 +4,8 @@ Encoded pages are approximate, and the last tokens matter most (KIVI, Liu et al.
 2402.02750, keeps 32 to 128 of them whole). A page that leaves the window stays hot while frames are
 free; when one is needed for the window, the latest hot page outside it moves down, and is encoded.
 So budgets are as hard as without a window, which takes its frames out of each layer's share, and as
-many pages are streamed. Pages that sequences share leave with the first of them.
+many pages are streamed. Pages that sequences share leave with the first of them. Before all others
+go those that nobody uses and the prefix cache keeps.
 
 Layers that select need none: their ring of recent tokens is not encoded (`recent_tokens`).
 """
@@ -60,7 +61,10 @@ def slide(manager: PageManager, sequences: Sequences, layer: int, past: int, sea
         hot = manager.directory.hot[before, layer] != NOWHERE
         latest = before.T[::-1][hot.T[::-1]]  # by position, the last first
         _, first = np.unique(latest, return_index=True)  # rows may share a page
+        leaving = latest[np.sort(first)]
+        if manager.prefix is not None:
+            leaving = np.concatenate([manager.prefix.raw_pages(layer, wanted - free), leaving])
         # No more than all rows can use: a page moved in vain is one that nobody made room for.
-        most = (free + len(first)) // sequences.batch * sequences.batch
-        move_down(manager, layer, latest[np.sort(first)][: max(min(wanted, most) - free, 0)])
+        most = (free + len(leaving)) // sequences.batch * sequences.batch
+        move_down(manager, layer, leaving[: max(min(wanted, most) - free, 0)])
     return min(wanted, manager.hot.homes_free(layer))

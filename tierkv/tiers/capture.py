@@ -19,10 +19,12 @@ def capture(
     its error is raised, and torch works on as before.
     """
     side.wait_stream(caller)
-    with torch.cuda.stream(side):
-        for _ in range(warmups):
-            work()
-    caller.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(warmups):
+                work()
+    finally:  # what failed has left work there, in memory that the caller goes on with
+        caller.wait_stream(side)
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -98,9 +98,10 @@ class FrameFormat:
             ConfigError: none decodes this codec at this geometry.
         """
         if self._layout is not None and not self._layout.supported:
+            g = self.geometry
             raise ConfigError(
-                f"codec: attention='selective' on a GPU cannot read {self.codec.name!r} pages of "
-                f"{self.geometry.k_dim} and {self.geometry.v_dim} {self.geometry.dtype}; use 'raw'"
+                f"codec: attention='selective' on a GPU and captured steps cannot fetch "
+                f"{self.codec.name!r} pages of {g.k_dim} and {g.v_dim} {g.dtype}; use 'raw'"
             )
 
     def select(

@@ -104,7 +104,7 @@ class Transfer:
         """Start copying warm frames into a staging buffer; those on the device stay where they are.
 
         Args:
-            buffer: index of the staging buffer; `release_staging` was called for its last use.
+            buffer: index of a staging buffer whose last block was opened by `open_staging`, if any.
             spans, frames: what `spans` returned, and the frames it was made of.
             reads: disk reads that fill some of the frames; their errors are passed on.
 

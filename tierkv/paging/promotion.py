@@ -66,5 +66,4 @@ def _settle(manager: PageManager, fetch: Fetch, sources: Sources) -> None:
             tiers.directory.warm[blocks, layer] = frames
             manager.outflow.give_homes(layer, left[left >= 0])
     finally:
-        wait(sources.reads)  # nothing is read into frames that are given away
         sources.release()

@@ -86,6 +86,19 @@ def logits_of(
     return torch.cat(steps), stats, graph.replays
 
 
+def padded_graphs(monkeypatch: pytest.MonkeyPatch) -> list[DecodeGraph]:
+    """Have `generate` replay steps of padded rows without a GPU; the graphs it makes come here."""
+    graphs: list[DecodeGraph] = []
+
+    def made(hf_model: Any, tier_cache: Any, config: Any, tokens: int, seen: Any) -> DecodeGraph:
+        hidden = padding_of(seen.bool())[1]
+        graphs.append(DecodeGraph(hf_model, tier_cache, 400, padding=hidden, proves=True))
+        return graphs[-1]
+
+    monkeypatch.setattr(api, "decode_graph", made)
+    return graphs
+
+
 @pytest.mark.parametrize(
     ("name", "codecs", "more", "later"),
     [
@@ -158,14 +171,7 @@ def test_steps_of_a_padded_batch_over_encoded_hot_pages(
     given["residual_tokens"] = residual
     with tierkv.wrap(model("llama"), cuda_graph=False, **given) as wrapped:
         want = wrapped.generate(ids, **how)
-    graphs = []
-
-    def made(hf_model: Any, tier_cache: Any, config: Any, tokens: int, seen: Any) -> DecodeGraph:
-        hidden = padding_of(seen.bool())[1]
-        graphs.append(DecodeGraph(hf_model, tier_cache, 400, padding=hidden, proves=True))
-        return graphs[0]
-
-    monkeypatch.setattr(api, "decode_graph", made)
+    graphs = padded_graphs(monkeypatch)
     with tierkv.wrap(model("llama"), **given) as wrapped:
         got = wrapped.generate(ids, **how)
         assert wrapped.stats()["moved_bytes"]["warm_to_hot"] == 0
@@ -266,14 +272,7 @@ def test_steps_of_a_padded_batch(how: dict[str, Any], monkeypatch: Any) -> None:
     given["do_sample"] = "num_return_sequences" in how
     torch.manual_seed(0)
     want = model("llama").generate(ids, **given)
-    graphs = []
-
-    def made(hf_model: Any, tier_cache: Any, config: Any, tokens: int, seen: Any) -> DecodeGraph:
-        hidden = padding_of(seen.bool())[1]
-        graphs.append(DecodeGraph(hf_model, tier_cache, 400, padding=hidden, proves=True))
-        return graphs[0]
-
-    monkeypatch.setattr(api, "decode_graph", made)
+    graphs = padded_graphs(monkeypatch)
     with tierkv.wrap(model("llama"), page_tokens=16) as wrapped:
         torch.manual_seed(0)
         got = wrapped.generate(ids, **given)

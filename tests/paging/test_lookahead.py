@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,12 @@ def test_an_interrupted_read_keeps_its_frames_until_it_is_over(
         read(*arguments)
         free.append(manager.warm.inbound.free)
 
-    def interrupted(reads: Any) -> None:
+    def interrupted(read: Any) -> None:
         assert begun.wait(10)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(manager.cold, "read_into", slow)
-    monkeypatch.setattr(headpages, "wait", interrupted)
+    monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
         headpages.read_head_pages(manager, batch.sequences, 1, torch.tensor([[0, 1], [2, 3]]))
     assert free == [0] and manager.warm.inbound.free == 4

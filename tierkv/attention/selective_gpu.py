@@ -6,7 +6,6 @@ Everything is prepared once per layer on fixed memory; a step only changes what 
 
 from __future__ import annotations
 
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -289,7 +288,6 @@ class Reader:
             sources = open_pages(manager, Fetch(layer, blocks))
             index = torch.from_numpy(part).to(self.query.device)
             try:
-                wait(sources.reads)
                 for read in sources.reads:
                     read.result()
                 hosts = torch.from_numpy(manager.warm.addresses(sources.frames))

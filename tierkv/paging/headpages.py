@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
-
 import numpy as np
 import torch
 
@@ -40,7 +38,6 @@ def read_head_pages(
         part = positions[at : at + step]
         sources = open_pages(manager, Fetch(layer, sequences.blocks[row, part]))
         try:
-            wait(sources.reads)
             for read in sources.reads:
                 read.result()
             _copy(manager, part, sources, wanted, k, v)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,19 @@ def test_an_interrupted_read_keeps_its_frames_until_it_is_over(
         read(*arguments)
         free.append(manager.warm.inbound.free)
 
-    def interrupted(read: Any) -> None:
+    def interrupted() -> None:
         assert begun.wait(10)
         raise KeyboardInterrupt
 
+    start = manager.transfer.read_cold
+
+    def started(*arguments: Any) -> Any:
+        reads = start(*arguments)
+        reads[0].result = interrupted  # type: ignore[assignment]
+        return reads
+
     monkeypatch.setattr(manager.cold, "read_into", slow)
-    monkeypatch.setattr(Future, "result", interrupted)
+    monkeypatch.setattr(manager.transfer, "read_cold", started)
     with pytest.raises(KeyboardInterrupt):
         headpages.read_head_pages(manager, batch.sequences, 1, torch.tensor([[0, 1], [2, 3]]))
     assert free == [0] and manager.warm.inbound.free == 4

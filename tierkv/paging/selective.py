@@ -19,6 +19,7 @@ import torch
 from tierkv.errors import ConfigError
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.device_memory import free
 from tierkv.tiers.frames import Frames
 
 if TYPE_CHECKING:
@@ -316,6 +317,10 @@ class SelectiveState:
         """Forget everything; the next sequences may take over."""
         self.truncate(0)
         self.owner, self.away = None, 0
+
+    def close(self) -> None:
+        """Give back what is large."""
+        free((self.summaries, self.addresses, self.where, self.held, self.stamp))
 
 
 def _keep(arena: Arena, frames: Frames, k: torch.Tensor, v: torch.Tensor) -> None:

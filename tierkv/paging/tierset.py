@@ -21,6 +21,7 @@ from tierkv.paging.selective import Selective, SelectiveState
 from tierkv.stats import Stats
 from tierkv.tiers.cold import ColdStore
 from tierkv.tiers.device_frames import DeviceFrames
+from tierkv.tiers.device_memory import free
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames
 from tierkv.tiers.hot import HotTier
@@ -179,6 +180,10 @@ class TierSet:
     def close(self) -> None:
         """Wait for all copies and give back memory, threads and the store."""
         self.transfer.close()
+        self.hot.close()
+        free([self.device_frames.memory])
+        if self.selective is not None:
+            self.selective.close()
         self.warm.close()
         if self.cold is not None:
             self.cold.close()

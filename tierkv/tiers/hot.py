@@ -15,6 +15,7 @@ import torch
 
 from tierkv.page import Geometry
 from tierkv.tiers.arena import Arena
+from tierkv.tiers.device_memory import free
 from tierkv.tiers.frames import FramePool, Frames
 
 FREE, TAIL = -1, -2
@@ -92,3 +93,7 @@ class HotTier:
     def pages(self) -> int:
         """Frames in use, tails included."""
         return sum(pool.used for pool in self.pools)
+
+    def close(self) -> None:
+        """Give back all memory."""
+        free(paged for arena in self.arenas for paged in (arena.k, arena.v))

@@ -26,6 +26,7 @@ from tierkv.kernels import build, gather
 from tierkv.tiers.arena import Arena
 from tierkv.tiers.capture import capture
 from tierkv.tiers.cold import ColdStore
+from tierkv.tiers.device_memory import free
 from tierkv.tiers.frame_format import FrameFormat
 from tierkv.tiers.frames import Frames, runs
 from tierkv.tiers.lay_out import LayOut
@@ -380,8 +381,10 @@ class Transfer:
                     event.synchronize()
 
     def close(self) -> None:
-        """Wait for all copies and end the threads."""
+        """Wait for all copies, end the threads and give back staging memory."""
         for pool in (self._up_pool, self._io_pool, self._spill_pool):
             pool.shutdown(wait=True, cancel_futures=True)
         if self.cuda:
             torch.cuda.synchronize(self.device)
+            free((self._up_raw, self._down_raw))
+        free(paged for arena in self.staging for paged in (arena.k, arena.v))

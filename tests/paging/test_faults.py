@@ -30,6 +30,7 @@ from tierkv.kernels.fault import (
     ROUND,
     Mailbox,
 )  # fmt: skip
+from tierkv.paging.ahead import AHEAD_AGE, PAUSE
 from tierkv.paging.directory import NOWHERE, PageDirectory
 from tierkv.paging.faults import FaultService
 from tierkv.paging.guests import Guests
@@ -296,8 +297,8 @@ def test_the_guests_not_chosen_for_longest_leave() -> None:
     assert guests.take(np.array([1, 2]), 6).tolist() == [13]
     assert guests.find(np.array([8, 2, 1])).tolist() == [11, NOWHERE, 13]
     chosen = {7: 9, 8: 2, 9: 0, 1: 0}
-    oldest = guests.oldest(3, lambda keys: np.array([chosen[k] for k in keys.tolist()]), {9})
-    assert oldest.tolist() == [8, 1, 7]
+    oldest, when = guests.oldest(3, lambda keys: np.array([chosen[k] for k in keys.tolist()]), {9})
+    assert (oldest.tolist(), when.tolist()) == ([8, 1, 7], [5, 6, 9])
     guests.drop(oldest[:2])
     assert (guests.free, sorted(guests.keys.tolist())) == (2, [7, 9])
 
@@ -413,7 +414,28 @@ def test_pages_read_ahead_leave_before_those_chosen_lately() -> None:
     read_ahead(service, manager, [5, 6])
     service.guests.take(np.array([7]), 900)
     box.last_chosen[0, 6] = 901  # chosen after all
-    assert service.guests.oldest(3, service._last_chosen, set()).tolist() == [5, 7, 6]
+    oldest, when = service.guests.oldest(3, service._last_chosen, set())
+    assert (oldest.tolist(), when.tolist()) == ([5, 7, 6], [1000 - AHEAD_AGE, 900, 901])
+    service.close()
+
+
+@pytest.mark.parametrize(("age", "reads"), [(AHEAD_AGE, 1), (AHEAD_AGE - 1, 0)])
+def test_nothing_is_read_ahead_while_chosen_pages_have_to_leave(age: int, reads: int) -> None:
+    """Pages read ahead kept the disk busy while every step read again what had just left."""
+    manager = FakeManager(4, 16)
+    box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
+    service: Any = FaultService(manager, box)  # type: ignore[arg-type]
+    manager.selective.steps = step = 1000
+    service.guests.take(np.arange(PAGES, PAGES + 16), step - age)
+    service.ahead.want(np.array([5]))
+    with service.serving(manager.sequences):  # makes room
+        box.foreseen[0, 0, :2] = torch.tensor([1, 6])
+    deadline = time.monotonic() + (10 if reads else 0.05)
+    while not service.ahead.read and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    assert bool(service.ahead.read) == bool(reads) and service.left == 2
+    manager.selective.steps = step + PAUSE - 1
+    assert service.ahead.pays(step + PAUSE - 1) == bool(reads) and service.ahead.pays(step + PAUSE)
     service.close()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from tierkv.paging.guests import Guests, Keys, in_tables
 from tierkv.paging.sequences import Sequences
+from tierkv.tiers.frames import Frames
 
 if TYPE_CHECKING:
     from tierkv.paging.manager import PageManager
@@ -24,6 +25,9 @@ MOST_WANTED = 4096
 AHEAD_AGE = 256
 """Steps ago that a page read ahead counts as chosen: in a recording of 1,024 steps it was as likely
 to be chosen in the next 16 (1 to 2%) as one that had been chosen 256 to 512 steps before."""
+PAUSE = 64
+"""Steps without reading ahead, after pages chosen more lately than `AHEAD_AGE` had to make room:
+what is chosen fills all frames, and reading more only keeps the disk from bringing that."""
 ROOM_SHARE = 16
 """One of so many guest frames is free when a step begins; half of those are left to questions."""
 
@@ -48,18 +52,29 @@ class ReadAhead:
         self._capacity = manager.selective.addresses.shape[1]
         self._guests, self._lock = guests, lock
         self._wanted: dict[int, None] = {}  # in the order of their latest reports
+        self._resumes = 0  # step from which on reading ahead pays
 
     @property
     def waiting(self) -> bool:
         """Whether there are pages to read."""
         return bool(self._wanted)
 
+    def pays(self, step: int) -> bool:
+        """Whether what is read ahead takes the place of something worth less."""
+        return step >= self._resumes
+
+    def note_left(self, chosen: Frames, step: int) -> None:
+        """Take note of pages that made room. chosen: ``[n]``, when each was chosen, sorted."""
+        if len(chosen) and chosen[-1] > step - AHEAD_AGE:
+            self._resumes = step + PAUSE
+            self._wanted.clear()
+
     def want(self, keys: Keys) -> None:
-        """Have pages read, those that are not here."""
-        for key in keys.tolist():
-            if key not in self._guests:
-                self._wanted.pop(key, None)
-                self._wanted[key] = None
+        """Have pages read, as far as they are not here when their turn comes."""
+        latest = dict.fromkeys(keys.tolist())
+        for key in latest.keys() & self._wanted.keys():
+            del self._wanted[key]
+        self._wanted |= latest
         for key in list(self._wanted)[: max(len(self._wanted) - MOST_WANTED, 0)]:
             del self._wanted[key]
 

@@ -105,6 +105,8 @@ class FaultService:
             self._lock.notify_all()
         try:
             yield
+            with self._lock:  # the caller waits for the step; between steps it is in a hurry
+                self._noted = self.ahead.pays(self._state.steps)
         finally:
             try:
                 self._tell_arrived()  # while the step runs; holds from the next one on
@@ -116,9 +118,6 @@ class FaultService:
                 f"{self.patience:g} s: the thread that reads them has died or hangs; nothing was "
                 f"appended, and the next step starts another"
             )
-        with self._lock:
-            self._noted = True
-            self._lock.notify_all()
 
     def welcome(self, batch: int, position: int) -> Frames | None:
         """Take guest frames, ``[layers * batch]``, for pages that are sealed; None if too few.
@@ -178,7 +177,8 @@ class FaultService:
                 return
             most = len(self.guests.frames) // LEAVING_SHARE
             stays = {*self.ahead.under_way, *self.ahead.arrived}
-            leaving = self.guests.oldest(most, self._last_chosen, stays)
+            leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
+            self.ahead.note_left(chosen, self._state.steps)
             self.guests.drop(leaving)
             self.left += len(leaving)
         self._tell(leaving, None)
@@ -253,7 +253,7 @@ class FaultService:
                 time.sleep(POLL if serving else IDLE_POLL)
 
     def _want(self) -> None:
-        """Have pages read ahead that the last step has nearly chosen."""
+        """Have pages read ahead that the steps so far have nearly chosen."""
         with self._lock:
             if not self._noted:
                 return
@@ -261,7 +261,7 @@ class FaultService:
             layers, pages = self.mailbox.take_foreseen()
             assert self._sequences is not None
             there = in_tables(self._sequences.blocks, pages, self._most)
-            self.ahead.want(np.unique(layers[there] * self._capacity + pages[there]))
+            self.ahead.want(layers[there] * self._capacity + pages[there])
 
     def _answer(self, question: Question) -> None:
         start = time.perf_counter()

@@ -75,8 +75,10 @@ class Guests:
                 self._keys[slot] = NOWHERE
                 self._free.append(slot)
 
-    def oldest(self, count: int, last_chosen: Callable[[Keys], Frames], stays: set[int]) -> Keys:
-        """Return the pages, up to `count`, that were not chosen for longest.
+    def oldest(
+        self, count: int, last_chosen: Callable[[Keys], Frames], stays: set[int]
+    ) -> tuple[Keys, Frames]:
+        """Return the pages, up to `count`, that were not chosen for longest, and since when.
 
         Args:
             last_chosen: returns the step in which each page was last chosen.
@@ -86,4 +88,5 @@ class Guests:
         slots = slots[~np.isin(self._keys[slots], list(stays))]
         keys = self._keys[slots]
         when = np.maximum(last_chosen(keys), self._since[slots])
-        return keys[np.argsort(when, kind="stable")[:count]]
+        first = np.argsort(when, kind="stable")[:count]
+        return keys[first], when[first]

@@ -102,6 +102,7 @@ def run(made: Replay, cold: ColdStore, seconds: float, io_threads: int) -> tuple
     state = SimpleNamespace(
         spec=SimpleNamespace(max_pages=PAGES, dense_layers=DENSE), steps=0, device="cpu",
         addresses=torch.from_numpy((~on_disk).astype(np.int64)), forget_frames=lambda: None,
+        owner=None,  # no home is lent
     )  # fmt: skip
     nowhere = np.full((PAGES, LAYERS + DENSE), NOWHERE)
     manager: Any = SimpleNamespace(

@@ -61,7 +61,7 @@ class FakeManager(SimpleNamespace):
         self.pool, self.broken = ThreadPoolExecutor(2), set[tuple[int, int]]()
         state = SimpleNamespace(
             spec=SimpleNamespace(max_pages=PAGES, dense_layers=DENSE), steps=0, device="cpu",
-            addresses=torch.zeros(LAYERS, PAGES, dtype=torch.int64), forgotten=0,
+            addresses=torch.zeros(LAYERS, PAGES, dtype=torch.int64), forgotten=0, owner=None,
         )  # fmt: skip
         state.forget_frames = lambda: setattr(state, "forgotten", state.forgotten + 1)
         super().__init__(

@@ -17,7 +17,6 @@ from tierkv.paging.placement import (
     Placement,
     staging_bytes,
 )
-from tierkv.paging.selective import Selective
 from tierkv.units import format_bytes
 
 GEOMETRIES = st.builds(
@@ -112,23 +111,3 @@ def test_the_warm_minimum_in_the_message_is_enough() -> None:
     assert (place.warm_homes, place.warm_inbound, place.warm_outbound) == (1, 1, 1)
     with pytest.raises(WarmBudgetError, match=re.escape(format_bytes(3 * frame))):
         Placement.choose(LLAMA_70B, cpu_budget=3 * frame - 1, **budget)
-
-
-@pytest.mark.parametrize(
-    ("frames", "guests"), [(24, 12), (20_000, 10_000), (53_248, 13_312), (425_984, 53_248)]
-)
-def test_guests_are_as_many_as_a_step_may_choose(frames: int, guests: int) -> None:
-    """With an eighth of the warm frames, and half of 128K tokens on disk, a step chose more pages
-    there than could stay, and every step read them again."""
-    qwen = Geometry(28, 4, 128, 128, torch.bfloat16, 32)
-    chosen = Selective(
-        dense_layers=2, budget_pages=128, sink_pages=2, recent_pages=2, slots=256, max_pages=4224,
-        parts=2, selector=None, mass_target=None,
-    )  # fmt: skip
-    place = Placement.choose(
-        qwen, gpu_budget=8 << 30, cpu_budget=frames * qwen.frame_bytes, has_cold=True, cuda=True,
-        selective=chosen,
-    )  # fmt: skip
-    assert place.warm_guests == guests
-    parts = place.warm_homes, place.warm_inbound, place.warm_outbound
-    assert sum(parts) + guests == frames and min(parts) > 0

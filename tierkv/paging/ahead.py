@@ -63,11 +63,16 @@ class ReadAhead:
         """Whether what is read ahead takes the place of something worth less."""
         return step >= self._resumes
 
-    def note_left(self, chosen: Frames, step: int) -> None:
-        """Take note of pages that made room. chosen: ``[n]``, when each was chosen, sorted."""
-        if len(chosen) and chosen[-1] > step - AHEAD_AGE:
+    def note_left(self, chosen: Frames, step: int) -> bool:
+        """Take note of pages that make room; say if they were chosen lately.
+
+        chosen: ``[n]``, when each was chosen, sorted.
+        """
+        lately = len(chosen) > 0 and bool(chosen[-1] > step - AHEAD_AGE)
+        if lately:
             self._resumes = step + PAUSE
             self._wanted.clear()
+        return lately
 
     def want(self, keys: Keys) -> None:
         """Have pages read, as far as they are not here when their turn comes."""

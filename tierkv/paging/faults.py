@@ -27,6 +27,7 @@ from tierkv.kernels.fault import Mailbox, Question
 from tierkv.paging.ahead import ROOM_SHARE, ReadAhead
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.guests import Guests, Keys, in_tables
+from tierkv.paging.lent import LentHomes
 from tierkv.paging.sequences import Sequences
 from tierkv.tiers.frames import Frames
 
@@ -54,6 +55,7 @@ class FaultService:
         patience: see `PATIENCE`.
         questions, awaited, seconds: questions answered, pages they waited for, and for how long.
         ahead: reads nearly chosen pages.
+        homes: lets guests have warm homes.
         left: guests that made room.
 
     Args:
@@ -79,6 +81,7 @@ class FaultService:
         warm.addresses(self._used)  # pinned now: no thread may do it in a step
         self._copied = (-1, -1)  # what had been copied to and from these frames at the last look
         self._lock = threading.Condition()  # guards all below
+        self.homes = LentHomes(manager, self.guests, self._lock)
         self._thread: threading.Thread | None = None
         self._sequences: Sequences | None = None
         self._serving = self._answering = self._noted = self._closed = False
@@ -142,6 +145,8 @@ class FaultService:
             gone = keys[keys % self._capacity % self._most >= pages]
             self.guests.drop(gone)
             self.ahead.forget(set(gone.tolist()))
+            if not pages:
+                self.homes.give_back()
 
     def report(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
@@ -150,6 +155,7 @@ class FaultService:
             "seconds_awaited": self.seconds, "pages_ahead": self.ahead.read,
             "pages_ahead_failed": self.ahead.failed, "pages_left": self.left,
             "guests": len(self.guests.keys), "guest_frames": len(self.guests.frames),
+            "homes_lent": len(self.homes.frames),
         }  # fmt: skip
 
     def close(self) -> None:
@@ -170,18 +176,25 @@ class FaultService:
         copied = manager.stats.hot_to_warm_bytes, manager.stats.warm_to_hot_bytes
         if copied != self._copied:
             manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
-            manager.transfer.wait_frames(self._used)
+            manager.transfer.wait_frames(np.append(self._used, self.homes.frames))
             self._copied = copied
+        leaving = self.homes.take_over()
         with self._lock:
-            if self.guests.free >= len(self.guests.frames) // ROOM_SHARE:
-                return
-            most = len(self.guests.frames) // LEAVING_SHARE
-            stays = {*self.ahead.under_way, *self.ahead.arrived}
-            leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
-            self.ahead.note_left(chosen, self._state.steps)
-            self.guests.drop(leaving)
-            self.left += len(leaving)
-        self._tell(leaving, None)
+            if self.guests.free < len(self.guests.frames) // ROOM_SHARE:
+                leaving = np.append(leaving, self._make_room())
+        if len(leaving):
+            self._tell(leaving, None)
+
+    def _make_room(self) -> Keys:
+        """Let guests leave; homes are to be lent if some were chosen lately. Lock held."""
+        most = len(self.guests.frames) // LEAVING_SHARE
+        stays = {*self.ahead.under_way, *self.ahead.arrived}
+        leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
+        if self.ahead.note_left(chosen, self._state.steps):
+            self.homes.ask(self._all_last_chosen, int(chosen[-1]))
+        self.guests.drop(leaving)
+        self.left += len(leaving)
+        return leaving
 
     def _tell_arrived(self) -> None:
         """Tell the device of pages that were read ahead."""
@@ -228,6 +241,9 @@ class FaultService:
     def _last_chosen(self, keys: Keys) -> Frames:
         index = torch.from_numpy(keys).to(self._state.device)
         return self.mailbox.last_chosen.view(-1)[index].cpu().numpy().astype(np.int64)
+
+    def _all_last_chosen(self) -> Frames:
+        return self._state.by_sequence(self.mailbox.last_chosen).cpu().numpy()
 
     # -- on the thread -----------------------------------------------------------------------
 

@@ -67,6 +67,21 @@ class Guests:
             self._slot[key], self._keys[slot], self._since[slot] = slot, key, step
         return self.frames[slots]
 
+    def add(self, frames: Frames) -> None:
+        """Have more frames."""
+        self._free += range(len(self.frames), len(self.frames) + len(frames))
+        self.frames = np.append(self.frames, frames)
+        self._keys = np.append(self._keys, np.full(len(frames), NOWHERE))
+        self._since = np.append(self._since, np.zeros_like(frames))
+
+    def shrink(self, count: int) -> None:
+        """Have the last `count` frames no more. No frame holds a page."""
+        kept = len(self.frames) - count
+        self.frames, self._keys, self._since = (
+            part[:kept] for part in (self.frames, self._keys, self._since)
+        )
+        self._free = list(range(kept))[::-1]
+
     def drop(self, keys: Keys) -> None:
         """Free the frames of pages, those that are here."""
         for key in keys.tolist():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -246,10 +247,37 @@ class Outflow:
         """Free a layer's frames, homes and outbound ones. Lock held."""
         warm = self.tiers.warm
         self.tiers.device_frames.give(layer, frames[warm.on_device(frames)])
-        homes = frames[(frames >= warm.first) & (frames < warm.inbound_start)]
+        homes = frames[warm.in_homes(frames)]
         warm.homes.give(homes)
         self._homes_used[layer] -= len(homes)
         warm.outbound.give(frames[frames >= warm.outbound_start])
+
+    def copy_down(self, blocks: Blocks, layers: Blocks) -> Future[None]:
+        """Start writing pages, ``[n]``, to disk whose warm homes stay; not those that are there.
+
+        The future raises `DiskBudgetError` or `ColdWriteError`; nothing has changed then.
+        """
+
+        def write() -> None:
+            tiers, directory, cold = self.tiers, self.tiers.directory, self.tiers.cold
+            assert cold is not None
+            with tiers.changed:
+                frames = directory.warm[blocks, layers]
+                new = tiers.warm.in_homes(frames) & ~directory.cold[blocks, layers]
+                self._writing = int(new.sum())
+            try:
+                self._check_disk(cold, 0)  # for what is being written
+                named = zip(blocks[new].tolist(), layers[new].tolist(), strict=True)
+                tiers.transfer.put_cold([tiers.key(*page) for page in named], frames[new])
+                with tiers.changed:
+                    directory.cold[blocks[new], layers[new]] = True
+                    tiers.stats.warm_to_cold_bytes += int(new.sum()) * cold.frame_bytes
+            finally:
+                with tiers.changed:
+                    self._writing = 0
+                    tiers.changed.notify_all()
+
+        return self.tiers.transfer.spill(write)
 
     def _take_outbound(self, count: int) -> Frames:
         with self.tiers.changed:

@@ -18,10 +18,8 @@ EVEN_STAGING_PAGES = 128
 faster: prefill of 128K tokens took 12.3 s with 384 pages and 12.9 s with 454 (H200)."""
 MAX_TRANSIT_BYTES = 256 << 20
 """Warm bytes per direction set aside for pages on their way from or to disk."""
-LEAST_GUESTS, MOST_GUESTS = 8, 2
-"""One of so many warm frames, at least and at most, is for copies of pages on disk that are chosen.
-Between them, as many as a step may choose: where an eighth was less, every step read again what the
-one before had read (87 ms a token instead of 8.4, 128K on an H200)."""
+GUEST_SHARE = 8
+"""One of so many warm frames is for copies of pages on disk that are chosen."""
 RAW_SHARE, RAW_FRAMES = 16, 8
 """Where hot pages are encoded, one of `RAW_SHARE` bytes for pages is for raw frames, so that tails
 of batches find room. So many frames a layer are raw at least, if they take no more than half."""
@@ -67,8 +65,7 @@ class Placement:
 
         Staging takes at most an eighth of `gpu_budget`. With a cold tier, a quarter of the warm
         frames (at most `MAX_TRANSIT_BYTES` each way) are for pages in transit; and where layers
-        select on a GPU and wait for pages on disk, as many as a step may choose, an eighth to a
-        half, are for copies of those chosen lately.
+        select on a GPU and wait for pages on disk, an eighth is for copies of those chosen lately.
 
         frame_bytes: bytes of a warm frame; by default those of a raw page.
         raw_pages: where hot pages are encoded, those of a layer that one sequence needs raw.
@@ -124,10 +121,7 @@ class Placement:
         staging = min(staging, transit)
         total = staging_bytes(staging, page, moved, cuda)
         waits = selecting and selective is not None and selective.slots and not selective.skips
-        guests = 0
-        if waits and selective is not None:
-            chosen = selective.sequences * selecting * geometry.kv_heads * selective.budget_pages
-            guests = min(warm // MOST_GUESTS, max(warm // LEAST_GUESTS, chosen))
+        guests = warm // GUEST_SHARE if waits else 0
         homes = warm - 2 * transit - guests
         return cls(hot, staging, total, homes, transit, transit, guests, encoded)
 

@@ -13,4 +13,6 @@ def free(tensors: Iterable[torch.Tensor]) -> None:
     Launches and views that refer to each other in cycles would keep it until those are collected.
     """
     for tensor in tensors:
-        tensor.untyped_storage().resize_(0)
+        storage = tensor.untyped_storage()
+        if storage.resizable():  # not on the CPU, once numpy has seen it
+            storage.resize_(0)

@@ -107,6 +107,10 @@ class WarmTier:
         """Say which frames, of any shape, are on the device; `NOWHERE` is not."""
         return (frames >= 0) & (frames < self.first)
 
+    def in_homes(self, frames: Frames) -> npt.NDArray[np.bool_]:
+        """Say which frames, of any shape, are homes in host memory."""
+        return (frames >= self.first) & (frames < self.inbound_start)
+
     def addresses(self, frames: Frames) -> Frames:
         """Return where frames begin in memory, for kernels that read it."""
         here = frames < self.first

@@ -1,0 +1,113 @@
+"""Warm homes lent to guests: pages that are not chosen go to disk, those that are come to stay.
+
+While a prompt is read, warm memory holds as much of it as it can, for all of that is read again and
+again. Decoding reads what is chosen. When guests that were chosen lately have to leave, pages with
+warm homes that were not are written to disk, beside the steps; the frames of those homes hold
+guests from then on, until the context ends or waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierkv.errors import TierKVError
+from tierkv.paging.directory import NOWHERE, Blocks
+from tierkv.paging.guests import Guests, Keys
+from tierkv.tiers.frames import Frames
+
+if TYPE_CHECKING:
+    from tierkv.paging.manager import PageManager
+
+MOST_BYTES = 256 << 20
+"""Pages that are written at once: half a second of a disk that steps may wait for, too."""
+NONE: Frames = np.zeros(0, dtype=np.int64)
+
+
+class LentHomes:
+    """Which homes are lent. Used between steps, by the caller's thread.
+
+    Attributes:
+        frames: ``[n]``, those lent now.
+
+    Args:
+        guests: receive the frames.
+        lock: guards them.
+    """
+
+    def __init__(self, manager: PageManager, guests: Guests, lock: threading.Condition):
+        self.frames, self._layers = NONE, NONE
+        self._manager, self._guests, self._lock = manager, guests, lock
+        self._asked: tuple[Blocks, Blocks] = NONE, NONE
+        self._written: Future[None] | None = None
+        self._refused = False  # the disk has no room, or fails
+
+    def ask(self, last_chosen: Callable[[], Frames], before: int) -> None:
+        """Have pages written to disk that were not chosen since a step, for longest ones first.
+
+        last_chosen: returns ``[layers that select, sequences, pages]``, when each was; 0 for never.
+        """
+        manager, state = self._manager, self._manager.selective
+        if self._written is not None or self._refused or state is None or state.owner is None:
+            return
+        table, dense = state.owner.blocks, state.spec.dense_layers
+        blocks, at = np.unique(table, return_inverse=True)
+        chosen = last_chosen()[:, : len(table), : table.shape[1]]
+        latest = np.zeros((len(chosen), len(blocks)), dtype=np.int64)
+        for layer, when in enumerate(chosen):
+            np.maximum.at(latest[layer], at.ravel(), when.ravel())
+        homes = manager.warm.in_homes(manager.directory.warm[blocks, dense:].T)
+        layers, which = np.nonzero(homes & (latest < before))
+        order = np.argsort(latest[layers, which], kind="stable")
+        order = order[: MOST_BYTES // manager.warm.frame_bytes]
+        if len(order):
+            self._asked = blocks[which[order]], layers[order] + dense
+            self._written = manager.outflow.copy_down(*self._asked)
+
+    def take_over(self) -> Keys:
+        """Let guests have the homes of pages that are on disk by now; return those pages."""
+        manager, state = self._manager, self._manager.selective
+        if self._written is None or not self._written.done():
+            return NONE
+        (blocks, layers), written, self._written = self._asked, self._written, None
+        error = written.exception()
+        if isinstance(error, TierKVError):
+            self._refused = True
+            return NONE
+        if error is not None:
+            raise error
+        assert state is not None and state.owner is not None
+        manager.lookahead.cancel()
+        directory, table = manager.directory, state.owner.blocks
+        with manager.tiers.changed:
+            there = manager.warm.in_homes(directory.warm[blocks, layers])
+            there &= directory.cold[blocks, layers] & np.isin(blocks, table)
+            blocks, layers = blocks[there], layers[there]
+            frames = directory.warm[blocks, layers]
+            directory.warm[blocks, layers] = NOWHERE
+        manager.placement_epoch += 1
+        manager.transfer.wait_frames(frames)
+        self.frames, self._layers = np.append(self.frames, frames), np.append(self._layers, layers)
+        with self._lock:
+            self._guests.add(frames)
+        state.away += len(frames)
+        capacity = state.addresses.shape[1]
+        keys = [NONE]
+        for layer in np.unique(layers).tolist():
+            rows, pages = np.nonzero(np.isin(table, blocks[layers == layer]))
+            own = (layer - state.spec.dense_layers) * capacity
+            keys.append(own + rows * state.spec.max_pages + pages)
+        return np.concatenate(keys)
+
+    def give_back(self) -> None:
+        """Make homes of them again. There are no guests; the caller holds the lock."""
+        self._guests.shrink(len(self.frames))
+        with self._manager.tiers.changed:
+            for layer in np.unique(self._layers).tolist():
+                self._manager.outflow.give_homes(layer, self.frames[self._layers == layer])
+        self.frames, self._layers = NONE, NONE
+        self._written, self._refused = None, False

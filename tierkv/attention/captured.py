@@ -43,7 +43,7 @@ class CapturedLookups:
         rows = max(sequences.batch, 1)
         self.numbers = StepNumbers(layers, self.exact_layers, rows, device)
         self.exact = CapturedExact(manager, sequences, self.numbers, max_pages, padding)
-        self._hidden = 0 if padding is None else padding.cpu()[:, None]
+        self._hidden = 0 if padding is None else padding.cpu().numpy()[:, None]
         self._reader: selective_gpu.Reader | None = None
 
     def obstacle(self) -> str:
@@ -84,9 +84,9 @@ class CapturedLookups:
         sequences, page_tokens = self.sequences, self.manager.geometry.page_tokens
         past, offset = divmod(sequences.lengths[0], page_tokens)
         host = self.numbers.host
-        host.position.fill_(sequences.lengths[0]).sub_(self._hidden)
-        host.slots.copy_(torch.from_numpy(sequences.tails)).mul_(page_tokens).add_(offset)
-        host.tail_tokens.fill_(offset + 1)
+        host.position[:] = sequences.lengths[0] - self._hidden
+        host.slots[:] = sequences.tails * page_tokens + offset
+        host.tail_tokens[:] = offset + 1
         self.exact.begin(past, offset + 1)
         self.numbers.upload()
         if self._reader is not None:

@@ -162,8 +162,7 @@ class CapturedExact:
             later = [self._later(layer, plan) for layer, plan in self._plans.items()]
             self.outgrown = any(pages is None or len(pages) > room for pages in later)
             self._told = self._plans.get(0)
-        tokens = self._resident * page_tokens + tail_tokens
-        self.numbers.host.tokens.copy_(torch.from_numpy(tokens))  # the same for every row
+        self.numbers.host.tokens[:] = self._resident * page_tokens + tail_tokens  # of every row
 
     def renew(self) -> None:
         """Prepare for capturing a step: it has copies of all that is streamed now."""

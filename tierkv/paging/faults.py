@@ -178,23 +178,28 @@ class FaultService:
             manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
             manager.transfer.wait_frames(np.append(self._used, self.homes.frames))
             self._copied = copied
-        leaving = self.homes.take_over()
-        with self._lock:
-            if self.guests.free < len(self.guests.frames) // ROOM_SHARE:
-                leaving = np.append(leaving, self._make_room())
-        if len(leaving):
-            self._tell(leaving, None)
+        self.homes.take_over(self._forget)
+        if self.guests.free < len(self.guests.frames) // ROOM_SHARE:
+            self._make_room()
 
-    def _make_room(self) -> Keys:
-        """Let guests leave; homes are to be lent if some were chosen lately. Lock held."""
+    def _make_room(self) -> None:
+        """Let guests leave; homes are to be lent if some were chosen lately."""
         most = len(self.guests.frames) // LEAVING_SHARE
-        stays = {*self.ahead.under_way, *self.ahead.arrived}
-        leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
-        if self.ahead.note_left(chosen, self._state.steps):
+        with self._lock:
+            stays = {*self.ahead.under_way, *self.ahead.arrived}
+            leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
+            lately = self.ahead.note_left(chosen, self._state.steps)
+        if lately:
             self.homes.ask(self._all_last_chosen, int(chosen[-1]))
-        self.guests.drop(leaving)
-        self.left += len(leaving)
-        return leaving
+        self._forget(leaving)  # first: an interrupt may come before they are gone
+        with self._lock:
+            self.guests.drop(leaving)
+            self.left += len(leaving)
+
+    def _forget(self, keys: Keys) -> None:
+        """Make the device forget where pages are."""
+        if len(keys):
+            self._tell(keys, None)
 
     def _tell_arrived(self) -> None:
         """Tell the device of pages that were read ahead."""
@@ -226,8 +231,7 @@ class FaultService:
         with self._lock:
             passed, self._passed = self._passed, []
             self._release_passing()
-        if passed:
-            self._tell(np.concatenate(passed), None)
+        self._forget(np.concatenate([NO_KEYS, *passed]))
 
     def _tell(self, keys: Keys, frames: Frames | None) -> None:
         """Write the addresses of pages to the device: those of frames, or none."""

@@ -68,16 +68,20 @@ class LentHomes:
             self._asked = blocks[which[order]], layers[order] + dense
             self._written = manager.outflow.copy_down(*self._asked)
 
-    def take_over(self) -> Keys:
-        """Let guests have the homes of pages that are on disk by now; return those pages."""
+    def take_over(self, forget: Callable[[Keys], None]) -> None:
+        """Let guests have the homes of pages that are on disk by now.
+
+        forget: makes the device forget where those pages are; it asks for them then. Called
+            before anything changes, for an interrupt may come at any line.
+        """
         manager, state = self._manager, self._manager.selective
         if self._written is None or not self._written.done():
-            return NONE
+            return
         (blocks, layers), written, self._written = self._asked, self._written, None
         error = written.exception()
         if isinstance(error, TierKVError):
             self._refused = True
-            return NONE
+            return
         if error is not None:
             raise error
         assert state is not None and state.owner is not None
@@ -88,20 +92,20 @@ class LentHomes:
             there &= directory.cold[blocks, layers] & np.isin(blocks, table)
             blocks, layers = blocks[there], layers[there]
             frames = directory.warm[blocks, layers]
-            directory.warm[blocks, layers] = NOWHERE
-        manager.placement_epoch += 1
-        manager.transfer.wait_frames(frames)
-        self.frames, self._layers = np.append(self.frames, frames), np.append(self._layers, layers)
-        with self._lock:
-            self._guests.add(frames)
-        state.away += len(frames)
-        capacity = state.addresses.shape[1]
         keys = [NONE]
         for layer in np.unique(layers).tolist():
             rows, pages = np.nonzero(np.isin(table, blocks[layers == layer]))
-            own = (layer - state.spec.dense_layers) * capacity
+            own = (layer - state.spec.dense_layers) * state.addresses.shape[1]
             keys.append(own + rows * state.spec.max_pages + pages)
-        return np.concatenate(keys)
+        forget(np.concatenate(keys))
+        state.away += len(frames)
+        manager.transfer.wait_frames(frames)
+        manager.placement_epoch += 1
+        with manager.tiers.changed:
+            directory.warm[blocks, layers] = NOWHERE
+        self.frames, self._layers = np.append(self.frames, frames), np.append(self._layers, layers)
+        with self._lock:
+            self._guests.add(frames)
 
     def give_back(self) -> None:
         """Make homes of them again. There are no guests; the caller holds the lock."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,12 +287,6 @@ class TierCache(Cache):
         with self._knowing(torch.as_tensor(rows)):
             if self.manager is not None:
                 remap(self.live_manager(), self.sequences, rows.astype(np.int64))
-
-    def expecting(self, tokens: int) -> AbstractContextManager[None]:
-        """Tell that the block will append up to `tokens` tokens; see `PageManager.expecting`."""
-        if self.manager is None:
-            return nullcontext()
-        return self.manager.expecting(self.sequences, tokens)
 
     def fork(self) -> TierCache:
         """Return a cache of its own with the same tokens; it shares all sealed pages.

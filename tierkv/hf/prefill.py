@@ -79,19 +79,18 @@ def prefill(
         extra["logits_to_keep"] = 1
     positions = _positions(input_ids, attention_mask)
     output = None
-    with tier_cache.expecting(total):
-        for start in range(done, total, chunk_tokens):
-            stop = min(start + chunk_tokens, total)
-            if attention_mask is not None:
-                extra["attention_mask"] = attention_mask[:, :stop]
-            output = model(
-                input_ids=input_ids[:, start:stop],
-                position_ids=positions[:, start:stop],
-                return_dict=True,
-                **extra,
-            )
-            if on_progress is not None:
-                on_progress(stop, total)
+    for start in range(done, total, chunk_tokens):
+        stop = min(start + chunk_tokens, total)
+        if attention_mask is not None:
+            extra["attention_mask"] = attention_mask[:, :stop]
+        output = model(
+            input_ids=input_ids[:, start:stop],
+            position_ids=positions[:, start:stop],
+            return_dict=True,
+            **extra,
+        )
+        if on_progress is not None:
+            on_progress(stop, total)
     return output
 
 

@@ -166,7 +166,7 @@ def _promote_warm(manager: PageManager, blocks: Blocks) -> None:
         places = np.stack([directory.hot[blocks, layer], directory.warm[blocks, layer]])
         cold = blocks[(places == NOWHERE).all(axis=0)]
         frames = outflow.take_homes(layer, len(cold))
-        cold = cold[len(cold) - len(frames) :]  # the newest: selecting layers choose them most
+        cold = cold[: len(frames)]
         if not len(cold):
             continue
         keys = [manager.tiers.key(block, layer) for block in cold.tolist()]

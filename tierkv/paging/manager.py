@@ -9,8 +9,6 @@ the tier below holds it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -148,18 +146,6 @@ class PageManager:
         self._writer.write(sequences, layer, k, v, past, offset)
         sequences.lengths[layer] = length + new
 
-    @contextmanager
-    def expecting(self, sequences: Sequences, tokens: int) -> Iterator[None]:
-        """Let the block append up to `tokens` tokens to each of the sequences.
-
-        Where layers select and there is a disk, warm homes are for the last pages of those.
-        """
-        sequences.expected = tokens
-        try:
-            yield
-        finally:
-            sequences.expected = self.outflow.held = 0
-
     def begin_token(self, sequences: Sequences) -> None:
         """Make room for one token of each sequence, of one if they are new, for a captured step.
 
@@ -257,13 +243,8 @@ class PageManager:
     # -- downwards -------------------------------------------------------------------------
 
     def _reserve(self, sequences: Sequences, new: int) -> None:
-        """Check that the pages a step will seal fit below what hot can keep.
-
-        Of warm homes some are held for those that a prefill will seal later.
-        """
+        """Check that the pages a step will seal fit below what hot can keep."""
         tokens, batch = self.geometry.page_tokens, sequences.batch
-        later = sequences.expected // tokens - (max(sequences.lengths) + new) // tokens
-        self.outflow.held = max(0, later) * batch
 
         def down() -> list[int]:
             pages = []

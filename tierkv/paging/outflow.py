@@ -27,17 +27,12 @@ than the one write that `ColdStore.room` speaks of."""
 class Outflow:
     """Writes pages through to the tiers below hot.
 
-    Attributes:
-        held: warm homes of each layer that selects which are held for pages still to come: the
-            newest pages are chosen most.
-
     Args:
         make_way: makes upcoming lookups let go of the outbound frames they hold.
     """
 
     def __init__(self, tiers: TierSet, make_way: Callable[[], None]):
         self.tiers, self._make_way = tiers, make_way
-        self.held = 0
         self._homes_used = [0] * tiers.geometry.layers
         self._queued: list[tuple[int, int, int]] = []  # (block, layer, frame) to be spilled
         self._writing = 0  # entries of the batch on its way to disk
@@ -106,16 +101,14 @@ class Outflow:
 
     def warm_free(self, layer: int) -> int:
         """Warm homes that a layer may still take: with a cold tier, every layer has its share."""
-        tiers = self.tiers
-        if tiers.cold is None:
-            return tiers.warm.homes.free
-        share, extra = divmod(tiers.warm.homes.capacity, tiers.geometry.layers)
+        if self.tiers.cold is None:
+            return self.tiers.warm.homes.free
+        share, extra = divmod(self.tiers.warm.homes.capacity, self.tiers.geometry.layers)
         quota = share + (layer < extra) - self._homes_used[layer]
-        selects = tiers.selective is not None and tiers.selective.spec.selects(layer)
-        return max(0, min(quota, tiers.warm.homes.free) - (self.held if selects else 0))
+        return max(0, min(quota, self.tiers.warm.homes.free))
 
     def send_down(self, layer: int, blocks: Blocks, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write sealed pages to homes, the last ones if they do not suffice, the rest to disk.
+        """Write sealed pages to homes while they last, the rest through warm to disk.
 
         blocks: ``[n]``; k, v: ``[kv_heads, n, page_tokens, dim]`` on the device.
         """
@@ -155,14 +148,15 @@ class Outflow:
     def _below(
         self, layer: int, blocks: Blocks, at: int, write: Callable[[slice, Frames], None]
     ) -> None:
-        """Put pages from the `at`-th on into warm homes, the last ones, the others on disk."""
+        """Put pages from the `at`-th on into warm homes while they last, then through to disk."""
         tiers = self.tiers
         tiers.stats.hot_to_warm_bytes += (len(blocks) - at) * tiers.format.page_bytes
         frames = self.take_homes(layer, len(blocks) - at)
-        stop = len(blocks) - len(frames)
-        self._fill(layer, blocks[stop:], frames, write, slice(stop, len(blocks)))
-        while at < stop:
-            frames = self._take_outbound(stop - at)
+        part = slice(at, at + len(frames))
+        self._fill(layer, blocks[part], frames, write, part)
+        at = part.stop
+        while at < len(blocks):
+            frames = self._take_outbound(len(blocks) - at)
             part = slice(at, at + len(frames))
             self._fill(layer, blocks[part], frames, write, part)
             with self.tiers.changed:

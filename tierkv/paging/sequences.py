@@ -23,7 +23,6 @@ class Sequences:
         lengths: tokens appended so far, per layer. Equal between forwards.
         tails: ``[layers, batch]`` hot frame that the next token of each sequence goes to.
         plans: what each layer's last lookup consisted of; the next one extends it.
-        expected: tokens that each will have after the prefill under way; 0 if there is none.
         waiting: K and V of each layer's tails while these have no frames; see `turns`.
     """
 
@@ -31,7 +30,7 @@ class Sequences:
         self.batch = 0
         self.lengths = [0] * layers
         self.tails: npt.NDArray[np.int64] = np.zeros((layers, 0), dtype=np.int64)
-        self.num_blocks = self.expected = 0
+        self.num_blocks = 0
         self.plans: dict[int, Plan] = {}
         self.waiting: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._tail_index: dict[int, torch.Tensor] = {}

@@ -414,18 +414,23 @@ def test_pages_read_ahead_leave_before_those_chosen_lately() -> None:
     read_ahead(service, manager, [5, 6])
     service.guests.take(np.array([7]), 900)
     box.last_chosen[0, 6] = 901  # chosen after all
-    oldest, when = service.guests.oldest(3, service._last_chosen, set())
+    oldest, when = service.guests.oldest(3, box.when_chosen, set())
     assert (oldest.tolist(), when.tolist()) == ([5, 7, 6], [1000 - AHEAD_AGE, 900, 901])
     service.close()
 
 
-@pytest.mark.parametrize(("age", "reads"), [(AHEAD_AGE, 1), (AHEAD_AGE - 1, 0)])
-def test_nothing_is_read_ahead_while_chosen_pages_have_to_leave(age: int, reads: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "age", "reads"),
+    [(1000, AHEAD_AGE, 1), (1000, AHEAD_AGE - 1, 0), (100, AHEAD_AGE, 1), (100, 99, 0)],
+)
+def test_nothing_is_read_ahead_while_chosen_pages_have_to_leave(
+    step: int, age: int, reads: int
+) -> None:
     """Pages read ahead kept the disk busy while every step read again what had just left."""
     manager = FakeManager(4, 16)
     box = Mailbox.allocate(LAYERS, PAGES, 1, PAGES, torch.device("cpu"))
     service: Any = FaultService(manager, box)  # type: ignore[arg-type]
-    manager.selective.steps = step = 1000
+    manager.selective.steps = step
     service.guests.take(np.arange(PAGES, PAGES + 16), step - age)
     service.ahead.want(np.array([5]))
     with service.serving(manager.sequences):  # makes room

@@ -143,6 +143,14 @@ class Mailbox:
         words[ANSWERED] = words[ASKED]
         self.state[FAILED] = 0
 
+    def when_chosen(self, pages: Addresses) -> Addresses:
+        """Return the step that last chose each page, ``[n]``, as far as reported; 0 for none.
+
+        pages: ``[n]``, of all layers: ``layer * pages + page``.
+        """
+        index = torch.from_numpy(pages).to(self.last_chosen.device)
+        return self.last_chosen.view(-1)[index].cpu().numpy().astype(np.int64)
+
     def take_foreseen(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return layers and pages, ``[n]`` each, that were nearly chosen, and forget them.
 

@@ -32,7 +32,8 @@ def begin(
     size = manager.geometry.page_tokens
     manager.admit(sequences, len(table), table.shape[1] * size + tokens)
     adopt(manager, sequences, table, partial, tokens)
-    promote(manager, np.unique(table))
+    by_position = table.T.reshape(-1)
+    promote(manager, by_position[np.sort(np.unique(by_position, return_index=True)[1])])
     if manager.selective is not None:
         take_note(manager, sequences)
 
@@ -104,12 +105,12 @@ def room_above(manager: PageManager, blocks: Blocks) -> int:
 
 
 def promote(manager: PageManager, blocks: Blocks) -> None:
-    """Bring pages up into frames that are free: the first blocks hot, the next ones warm.
+    """Bring pages up into frames that are free: the first blocks hot, the last ones warm.
 
     Pages of layers that select have no home in hot memory, so all of those go to warm.
 
-    blocks: ``[n]``, different ones. Reads run ahead. Of others' pages only those move that nobody
-    uses and the prefix cache keeps.
+    blocks: ``[n]``, different ones, by position. Reads run ahead. Of others' pages only those move
+    that nobody uses and the prefix cache keeps.
 
     Raises:
         ColdReadError: a page could not be read; what was brought up before stays.
@@ -166,7 +167,7 @@ def _promote_warm(manager: PageManager, blocks: Blocks) -> None:
         places = np.stack([directory.hot[blocks, layer], directory.warm[blocks, layer]])
         cold = blocks[(places == NOWHERE).all(axis=0)]
         frames = outflow.take_homes(layer, len(cold))
-        cold = cold[: len(frames)]
+        cold = cold[len(cold) - len(frames) :]  # the newest: layers that select choose them most
         if not len(cold):
             continue
         keys = [manager.tiers.key(block, layer) for block in cold.tolist()]

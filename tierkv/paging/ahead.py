@@ -66,9 +66,9 @@ class ReadAhead:
     def note_left(self, chosen: Frames, step: int) -> bool:
         """Take note of pages that make room; say if they were chosen lately.
 
-        chosen: ``[n]``, when each was chosen, sorted.
+        chosen: ``[n]``, when each was chosen, sorted; 0 or less for never.
         """
-        lately = len(chosen) > 0 and bool(chosen[-1] > step - AHEAD_AGE)
+        lately = len(chosen) > 0 and bool(chosen[-1] > max(step - AHEAD_AGE, 0))
         if lately:
             self._resumes = step + PAUSE
             self._wanted.clear()

@@ -34,6 +34,9 @@ def make_room(manager: PageManager, down: Callable[[], list[int]]) -> list[int]:
         try:
             manager.outflow.check_room(need)
         except BudgetError:
+            state = manager.selective
+            if state is not None and state.faults is not None and state.faults.reclaim_homes():
+                continue
             if manager.prefix is None or not manager.prefix.evict(max(*need, 1)):
                 raise
         else:

@@ -145,8 +145,21 @@ class FaultService:
             gone = keys[keys % self._capacity % self._most >= pages]
             self.guests.drop(gone)
             self.ahead.forget(set(gone.tolist()))
-            if not pages:
-                self.homes.give_back()
+        if not pages:
+            self.homes.give_back(for_good=False)
+
+    def reclaim_homes(self) -> bool:
+        """Make homes of lent frames again, for pages that are sealed; say if there were any.
+
+        No step is running.
+        """
+        if not len(self.homes.frames):
+            return False
+        with self._lock:
+            self._forget(self.guests.keys)
+        self.truncate(0)
+        self.homes.give_back(for_good=True)
+        return True
 
     def report(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
@@ -178,6 +191,8 @@ class FaultService:
             manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
             manager.transfer.wait_frames(np.append(self._used, self.homes.frames))
             self._copied = copied
+        if self._passed:  # an interrupt came before the device had forgotten them
+            self._settle()
         self.homes.take_over(self._forget)
         if self.guests.free < len(self.guests.frames) // ROOM_SHARE:
             self._make_room()
@@ -187,10 +202,10 @@ class FaultService:
         most = len(self.guests.frames) // LEAVING_SHARE
         with self._lock:
             stays = {*self.ahead.under_way, *self.ahead.arrived}
-            leaving, chosen = self.guests.oldest(most, self._last_chosen, stays)
+            leaving, chosen = self.guests.oldest(most, self.mailbox.when_chosen, stays)
             lately = self.ahead.note_left(chosen, self._state.steps)
         if lately:
-            self.homes.ask(self._all_last_chosen, int(chosen[-1]))
+            self.homes.ask(self.mailbox.last_chosen, int(chosen[-1]))
         self._forget(leaving)  # first: an interrupt may come before they are gone
         with self._lock:
             self.guests.drop(leaving)
@@ -227,11 +242,13 @@ class FaultService:
         return failed
 
     def _settle(self) -> None:
-        """Make the device forget pages that only passed through."""
+        """Make the device forget pages that only passed through, then free their frames."""
         with self._lock:
-            passed, self._passed = self._passed, []
+            passed = np.concatenate([NO_KEYS, *self._passed])
+        self._forget(passed)
+        with self._lock:
+            self._passed.clear()
             self._release_passing()
-        self._forget(np.concatenate([NO_KEYS, *passed]))
 
     def _tell(self, keys: Keys, frames: Frames | None) -> None:
         """Write the addresses of pages to the device: those of frames, or none."""
@@ -241,13 +258,6 @@ class FaultService:
             for part in (keys, addresses)
         )
         self._state.addresses.view(-1).index_put_((index,), values)
-
-    def _last_chosen(self, keys: Keys) -> Frames:
-        index = torch.from_numpy(keys).to(self._state.device)
-        return self.mailbox.last_chosen.view(-1)[index].cpu().numpy().astype(np.int64)
-
-    def _all_last_chosen(self) -> Frames:
-        return self._state.by_sequence(self.mailbox.last_chosen).cpu().numpy()
 
     # -- on the thread -----------------------------------------------------------------------
 

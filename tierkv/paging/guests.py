@@ -33,7 +33,7 @@ class Guests:
     """
 
     def __init__(self, frames: Frames):
-        self.frames = frames
+        self.frames, self._own = frames, len(frames)
         self._keys = np.full(len(frames), NOWHERE, dtype=np.int64)
         self._since = np.zeros(len(frames), dtype=np.int64)
         self._slot: dict[int, int] = {}
@@ -74,12 +74,11 @@ class Guests:
         self._keys = np.append(self._keys, np.full(len(frames), NOWHERE))
         self._since = np.append(self._since, np.zeros_like(frames))
 
-    def shrink(self, count: int) -> None:
-        """Have the last `count` frames no more. No frame holds a page."""
-        kept = len(self.frames) - count
-        self.frames, self._keys, self._since = (
-            part[:kept] for part in (self.frames, self._keys, self._since)
-        )
+    def reset(self) -> None:
+        """Have the frames there were at first, all of them free."""
+        kept = self._own
+        self.frames, self._since = self.frames[:kept], self._since[:kept]
+        self._keys, self._slot = np.full(kept, NOWHERE, dtype=np.int64), {}
         self._free = list(range(kept))[::-1]
 
     def drop(self, keys: Keys) -> None:

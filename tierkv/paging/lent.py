@@ -1,9 +1,10 @@
 """Warm homes lent to guests: pages that are not chosen go to disk, those that are come to stay.
 
 While a prompt is read, warm memory holds as much of it as it can, for all of that is read again and
-again. Decoding reads what is chosen. When guests that were chosen lately have to leave, pages with
-warm homes that were not are written to disk, beside the steps; the frames of those homes hold
-guests from then on, until the context ends or waits.
+again. Decoding reads what is chosen. When guests that were chosen lately have to leave, homes that
+are free are lent to guests; and pages with warm homes that were not are written to disk, beside the
+steps, and the frames of those homes hold guests from then on, until the context ends or waits, or
+the disk has no room for what is sealed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
-from tierkv.errors import TierKVError
 from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.guests import Guests, Keys
 from tierkv.tiers.frames import Frames
@@ -46,26 +47,31 @@ class LentHomes:
         self._written: Future[None] | None = None
         self._refused = False  # the disk has no room, or fails
 
-    def ask(self, last_chosen: Callable[[], Frames], before: int) -> None:
-        """Have pages written to disk that were not chosen since a step, for longest ones first.
+    def ask(self, last_chosen: torch.Tensor, before: int) -> None:
+        """Lend homes that are free, and have pages written to disk that were not chosen lately.
 
-        last_chosen: returns ``[layers that select, sequences, pages]``, when each was; 0 for never.
+        Args:
+            last_chosen: ``[layers that select, n * max_pages]``, the step that last chose each
+                page, as `SelectiveState.addresses`; 0 for none.
+            before: lately means in this step or later.
         """
         manager, state = self._manager, self._manager.selective
         if self._written is not None or self._refused or state is None or state.owner is None:
             return
-        table, dense = state.owner.blocks, state.spec.dense_layers
-        blocks, at = np.unique(table, return_inverse=True)
-        chosen = last_chosen()[:, : len(table), : table.shape[1]]
-        latest = np.zeros((len(chosen), len(blocks)), dtype=np.int64)
-        for layer, when in enumerate(chosen):
-            np.maximum.at(latest[layer], at.ravel(), when.ravel())
-        homes = manager.warm.in_homes(manager.directory.warm[blocks, dense:].T)
-        layers, which = np.nonzero(homes & (latest < before))
-        order = np.argsort(latest[layers, which], kind="stable")
+        layers = range(state.spec.dense_layers, manager.geometry.layers)
+        for layer in layers:
+            frames = manager.outflow.take_homes(layer, manager.outflow.warm_free(layer))
+            self._lend(frames, np.full_like(frames, layer))
+        table = state.owner.blocks[:, : state.spec.max_pages]
+        chosen = state.by_sequence(last_chosen)[:, : len(table), : table.shape[1]].cpu().numpy()
+        blocks, latest = _latest(table, chosen)
+        homes = manager.warm.in_homes(manager.directory.warm[blocks, layers.start :].T)
+        homes[:, np.isin(blocks, table[:, -state.spec.recent_pages - 2 :])] = False  # read anyway
+        at, which = np.nonzero(homes & (latest < before))
+        order = np.argsort(latest[at, which], kind="stable")
         order = order[: MOST_BYTES // manager.warm.frame_bytes]
+        self._asked = blocks[which[order]], at[order] + layers.start
         if len(order):
-            self._asked = blocks[which[order]], layers[order] + dense
             self._written = manager.outflow.copy_down(*self._asked)
 
     def take_over(self, forget: Callable[[Keys], None]) -> None:
@@ -78,15 +84,12 @@ class LentHomes:
         if self._written is None or not self._written.done():
             return
         (blocks, layers), written, self._written = self._asked, self._written, None
-        error = written.exception()
-        if isinstance(error, TierKVError):
+        if written.exception() is not None:
             self._refused = True
             return
-        if error is not None:
-            raise error
         assert state is not None and state.owner is not None
         manager.lookahead.cancel()
-        directory, table = manager.directory, state.owner.blocks
+        directory, table = manager.directory, state.owner.blocks[:, : state.spec.max_pages]
         with manager.tiers.changed:
             there = manager.warm.in_homes(directory.warm[blocks, layers])
             there &= directory.cold[blocks, layers] & np.isin(blocks, table)
@@ -103,15 +106,37 @@ class LentHomes:
         manager.placement_epoch += 1
         with manager.tiers.changed:
             directory.warm[blocks, layers] = NOWHERE
+        self._lend(frames, layers)
+
+    def _lend(self, frames: Frames, layers: Frames) -> None:
         self.frames, self._layers = np.append(self.frames, frames), np.append(self._layers, layers)
         with self._lock:
             self._guests.add(frames)
 
-    def give_back(self) -> None:
-        """Make homes of them again. There are no guests; the caller holds the lock."""
-        self._guests.shrink(len(self.frames))
+    def give_back(self, *, for_good: bool) -> None:
+        """Make homes of them again. There are no guests.
+
+        for_good: lend none until the context ends or waits.
+        """
+        frames, layers = self.frames, self._layers
+        self.frames, self._layers = NONE, NONE  # an interrupt may come: no home is given twice
+        self._written, self._refused = None, for_good
+        with self._lock:
+            self._guests.reset()
         with self._manager.tiers.changed:
-            for layer in np.unique(self._layers).tolist():
-                self._manager.outflow.give_homes(layer, self.frames[self._layers == layer])
-        self.frames, self._layers = NONE, NONE
-        self._written, self._refused = None, False
+            for layer in np.unique(layers).tolist():
+                self._manager.outflow.give_homes(layer, frames[layers == layer])
+
+
+def _latest(table: Blocks, chosen: Frames) -> tuple[Blocks, Frames]:
+    """Return the blocks of tables, ``[n]``, and when any sequence chose each, ``[layers, n]``.
+
+    table: ``[batch, pages]``; chosen: ``[layers, batch, pages]``.
+    """
+    if len(table) == 1:
+        return table[0], chosen[:, 0]
+    blocks, at = np.unique(table, return_inverse=True)
+    latest = np.zeros((len(chosen), len(blocks)), dtype=chosen.dtype)
+    for layer, when in enumerate(chosen):
+        np.maximum.at(latest[layer], at.ravel(), when.ravel())
+    return blocks, latest

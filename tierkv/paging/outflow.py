@@ -249,7 +249,7 @@ class Outflow:
     def copy_down(self, blocks: Blocks, layers: Blocks) -> Future[None]:
         """Start writing pages, ``[n]``, to disk whose warm homes stay; not those that are there.
 
-        The future raises `DiskBudgetError` or `ColdWriteError`; nothing has changed then.
+        The future raises `DiskBudgetError`, or what failed; nothing has changed then.
         """
 
         def write() -> None:

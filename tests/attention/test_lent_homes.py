@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.attention import test_selective_gpu
 from tests.attention.test_faults import captured, given, stepped
 from tests.attention.test_selective_gpu import emulated, logits
 from tests.hf.test_exact_tokens import model
-from tierkv.errors import ColdWriteError
+from tierkv.errors import ColdWriteError, WarmBudgetError
 from tierkv.hf.graph import DecodeGraph
 from tierkv.paging import faults, outflow
 from tierkv.paging.directory import NOWHERE
@@ -208,6 +209,37 @@ def test_a_context_that_waited_has_the_free_homes(tmp_path: Path) -> None:
         free = [wrapped.manager.outflow.warm_free(layer) for layer in (1, 2)]
         assert free == [0, 0] and len(wrapped.manager.selective.faults.homes.frames)
     torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("crowded")
+def test_free_homes_that_cannot_be_pinned_stay_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are pinned when they are lent: a thread that pinned them in a step would wait for it."""
+    ids, pinned = prompt(), threading.get_ident()
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 4)) as wrapped:
+        manager, tier_cache, other = wrapped.manager, wrapped.cache(), wrapped.cache()
+        wrapped.prefill(ids[:, :100], other)
+        wrapped.prefill(ids[:, :305], tier_cache)  # no page is sealed before the 320th token
+        other.close()
+        asked, addresses = list[int](), manager.warm.addresses
+        free = [manager.outflow.take_homes(layer, 99) for layer in (1, 2)]
+        with manager.tiers.changed:
+            for layer, frames in zip((1, 2), free, strict=True):
+                manager.outflow.give_homes(layer, frames)
+
+        def fails(frames: Any) -> Any:
+            if np.isin(frames, np.concatenate(free)).any():
+                asked.append(threading.get_ident())
+                raise WarmBudgetError("made up")
+            return addresses(frames)
+
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        monkeypatch.setattr(manager.warm, "addresses", fails)
+        for stop in range(306, 320):
+            stepped(wrapped, tier_cache, ids[:, :stop], graph)
+        assert asked == [pinned] and not len(manager.selective.faults.homes.frames)
+        check(wrapped, tier_cache)
 
 
 @pytest.mark.parametrize("error", [ColdWriteError("made up"), MemoryError("made up")])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tierkv.errors import WarmBudgetError
 from tierkv.paging.directory import NOWHERE, Blocks
 from tierkv.paging.guests import Guests, Keys
 from tierkv.tiers.frames import Frames
@@ -59,9 +60,12 @@ class LentHomes:
         if self._written is not None or self._refused or state is None or state.owner is None:
             return
         layers = range(state.spec.dense_layers, manager.geometry.layers)
-        for layer in layers:
-            frames = manager.outflow.take_homes(layer, manager.outflow.warm_free(layer))
-            self._lend(frames, np.full_like(frames, layer))
+        try:
+            for layer in layers:
+                self._lend_free(layer)
+        except WarmBudgetError:  # host memory is short
+            self._refused = True
+            return
         table = state.owner.blocks[:, : state.spec.max_pages]
         chosen = state.by_sequence(last_chosen)[:, : len(table), : table.shape[1]].cpu().numpy()
         blocks, latest = _latest(table, chosen)
@@ -107,6 +111,18 @@ class LentHomes:
         with manager.tiers.changed:
             directory.warm[blocks, layers] = NOWHERE
         self._lend(frames, layers)
+
+    def _lend_free(self, layer: int) -> None:
+        """Lend what is free of a layer's homes; pinned now, for no thread may do it in a step."""
+        manager = self._manager
+        frames = manager.outflow.take_homes(layer, manager.outflow.warm_free(layer))
+        try:
+            manager.warm.addresses(frames)
+        except BaseException:
+            with manager.tiers.changed:
+                manager.outflow.give_homes(layer, frames)
+            raise
+        self._lend(frames, np.full_like(frames, layer))
 
     def _lend(self, frames: Frames, layers: Frames) -> None:
         self.frames, self._layers = np.append(self.frames, frames), np.append(self._layers, layers)

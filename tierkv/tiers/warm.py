@@ -38,11 +38,13 @@ PIN_THREADS = 3
 
 
 class WarmTier:
-    """Frames in host memory: `homes` hold pages for good, `inbound` and `outbound` only in transit.
+    """Frames in host memory: `homes` hold pages as long as there are any, `inbound` and `outbound`
+    only in transit.
 
     Pages on their way from disk use `inbound` frames, pages on their way to disk `outbound`
     ones; the two never compete, so neither direction can block the other. `guests` frames hold
-    copies of pages that are on disk, as long as they are chosen often (`tierkv.paging.guests`).
+    copies of pages that are on disk, as long as they are chosen often (`tierkv.paging.guests`);
+    homes may be lent to them (`tierkv.paging.lent`).
 
     Attributes:
         device_frames: frames ``0 .. first - 1``, on the device; homes too. Only `span`, `addresses`

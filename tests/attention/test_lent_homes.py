@@ -21,10 +21,9 @@ from tierkv.hf.graph import DecodeGraph
 from tierkv.paging import faults, outflow
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.faults import FaultService
-from tierkv.paging.lent import LentHomes
 
 __all__ = ["captured", "emulated"]
-STEPS = 24
+STEPS = 16
 
 
 @pytest.fixture
@@ -107,15 +106,15 @@ def test_homes_are_lent_up_to_the_end_of_the_context(tmp_path: Path) -> None:
             check(wrapped, tier_cache)
 
 
-@pytest.mark.parametrize("lends", [False, True])
 @pytest.mark.usefixtures("crowded")
 def test_pages_that_are_sealed_come_before_guests(
-    lends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was lent used up the disk, and decoding ended early, beside homes held by guests."""
+    """What was lent used up the disk, and decoding ended early, beside homes held by guests.
+
+    Room on disk for 22 more pages suffices if none is lent.
+    """
     ids = torch.randint(3, 199, (1, 420), generator=torch.Generator().manual_seed(0))
-    if not lends:
-        monkeypatch.setattr(LentHomes, "ask", lambda *arguments: None)
     with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 4)) as wrapped:
         tier_cache, cold, lent = wrapped.cache(), wrapped.manager.cold, list[int]()
         wrapped.prefill(ids[:, :302], tier_cache)
@@ -128,7 +127,7 @@ def test_pages_that_are_sealed_come_before_guests(
             settle(wrapped)
             check(wrapped, tier_cache)
             lent.append(len(wrapped.manager.selective.faults.homes.frames))
-        assert (max(lent) > 0) == lends and not lent[-1]
+        assert max(lent) > 0 and not lent[-1]
 
 
 @pytest.mark.usefixtures("crowded")

@@ -16,11 +16,14 @@ from tests.attention import test_selective_gpu
 from tests.attention.test_faults import captured, given, stepped
 from tests.attention.test_selective_gpu import emulated, logits
 from tests.hf.test_exact_tokens import model
-from tierkv.errors import ColdWriteError, WarmBudgetError
+from tierkv.errors import ColdWriteError, DiskBudgetError, WarmBudgetError
+from tierkv.hf.attach import cache_argument
 from tierkv.hf.graph import DecodeGraph
-from tierkv.paging import faults, outflow
+from tierkv.paging import adopt, faults, outflow
 from tierkv.paging.directory import NOWHERE
 from tierkv.paging.faults import FaultService
+from tierkv.paging.lent import LentHomes
+from tierkv.tiers.transfer import Transfer
 
 __all__ = ["captured", "emulated"]
 STEPS = 16
@@ -128,6 +131,133 @@ def test_pages_that_are_sealed_come_before_guests(
             check(wrapped, tier_cache)
             lent.append(len(wrapped.manager.selective.faults.homes.frames))
         assert max(lent) > 0 and not lent[-1]
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, cold: Any, left: int) -> None:
+    """Let a store take so many more pages."""
+    stop, put = len(cold) + left, cold.put
+
+    def checked(keys: Any, payloads: Any) -> None:
+        if len(cold) + len(keys) > stop:
+            raise DiskBudgetError("full")
+        put(keys, payloads)
+
+    monkeypatch.setattr(cold, "room", lambda: stop - len(cold))
+    monkeypatch.setattr(cold, "put", checked)
+    monkeypatch.setattr(outflow, "CATALOGUE_MARGIN_BYTES", 1)
+
+
+@pytest.mark.parametrize("kind", ["free homes", "copies", "written"])
+@pytest.mark.usefixtures("crowded")
+def test_a_step_that_seals_finds_what_was_counted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had counted on free homes, or on room on disk, and lending took them in the same step; or
+    what was written for lent homes had filled the disk before any was lent: decoding ended."""
+    ids = torch.randint(3, 199, (1, 340), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 4)) as wrapped:
+        tier_cache, other, cold = wrapped.cache(), wrapped.cache(), wrapped.manager.cold
+        if kind == "free homes":
+            wrapped.prefill(ids[:, :100], other)
+        wrapped.prefill(ids[:, :302], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 500)
+        with monkeypatch.context() as patch:
+            patch.setattr(LentHomes, "ask", lambda *arguments: None)
+            stepped(wrapped, tier_cache, ids[:, :318], graph)
+            if kind != "written":
+                stepped(wrapped, tier_cache, ids[:, :319], graph)
+            settle(wrapped)
+        if kind == "written":
+            stepped(wrapped, tier_cache, ids[:, :319], graph)
+            settle(wrapped)
+            assert not len(wrapped.manager.selective.faults.homes.frames)
+        other.close()
+        bound(monkeypatch, cold, 13 if kind == "copies" else 0)
+        for stop in (320, 335):
+            stepped(wrapped, tier_cache, ids[:, :stop], graph)
+            settle(wrapped)
+            assert not wrapped.manager.outflow._queued
+            check(wrapped, tier_cache)
+
+
+@pytest.mark.usefixtures("crowded")
+def test_free_homes_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the page that was there before could come over a guest's."""
+    ids, pending, late = prompt(), set[int](), list[int]()
+    down, wait, read = Transfer.write_down, Transfer.wait_frames, Transfer.read_cold
+
+    def write_down(self: Transfer, k: Any, v: Any, frames: Any) -> None:
+        pending.update(frames.tolist())
+        down(self, k, v, frames)
+
+    def wait_frames(self: Transfer, frames: Any) -> None:
+        pending.difference_update(frames.tolist())
+        wait(self, frames)
+
+    def read_cold(self: Transfer, keys: Any, frames: Any, **more: Any) -> Any:
+        late.extend(pending.intersection(frames.tolist()) if more.get("settled") else ())
+        return read(self, keys, frames, **more)
+
+    for replacement in (write_down, wait_frames, read_cold):
+        monkeypatch.setattr(Transfer, replacement.__name__, replacement)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 4)) as wrapped:
+        tier_cache, other = wrapped.cache(), wrapped.cache()
+        wrapped.prefill(ids[:, :100], other)
+        wrapped.prefill(ids[:, :302], tier_cache)
+        settle(wrapped)
+        other.crop(60)
+        wrapped.prefill(ids[:, :100], other)  # pages go into homes again
+        other.close()
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        stepped(wrapped, tier_cache, ids[:, :315], graph)
+        assert len(wrapped.manager.selective.faults.homes.frames) and not late
+
+
+@pytest.mark.usefixtures("captured")
+def test_an_eager_step_after_an_interrupt_finds_inbound_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of pages that had passed through stayed taken until the next captured step."""
+    monkeypatch.setattr(test_selective_gpu, "NEW", STEPS)
+    ids, wanted = prompt(), given(tmp_path, 1)
+    want = logits("llama", ids, wanted)
+    got, settled = list[torch.Tensor](), FaultService._settle
+
+    def interrupted(self: FaultService) -> None:
+        if got and self._passed:
+            raise KeyboardInterrupt
+        settled(self)
+
+    with torch.no_grad(), tierkv.wrap(model("llama"), **wanted) as wrapped:
+        tier_cache = wrapped.cache()
+        wrapped.prefill(ids[:, :-STEPS], tier_cache)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(FaultService, "_settle", interrupted)
+            for stop in range(ids.shape[1] - STEPS + 1, ids.shape[1] + 1):
+                got += stepped(wrapped, tier_cache, ids[:, :stop], graph)
+        argument = cache_argument(model("llama"))
+        for at in range(tier_cache.get_seq_length(), ids.shape[1]):
+            out = model("llama")(ids[:, at : at + 1], **{argument: tier_cache})
+            got.append(out.logits[0, -1])
+            assert not wrapped.manager.warm.inbound.used
+    torch.testing.assert_close(torch.stack(got), want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.usefixtures("crowded")
+def test_lent_homes_count_as_room_for_another_context(tmp_path: Path) -> None:
+    """Nothing of it was taken from the store, for lent homes would be free a moment later."""
+    ids, none = prompt(), np.zeros(0, dtype=np.int64)
+    with torch.no_grad(), tierkv.wrap(model("llama"), **given(tmp_path, 4)) as wrapped:
+        tier_cache, other = wrapped.cache(), wrapped.cache()
+        wrapped.prefill(ids[:, :100], other)
+        wrapped.prefill(ids[:, :302], tier_cache)
+        other.close()
+        room = adopt.room_above(wrapped.manager, none)
+        graph = DecodeGraph(model("llama"), tier_cache, 400)
+        stepped(wrapped, tier_cache, ids[:, :310], graph)
+        assert len(wrapped.manager.selective.faults.homes.frames)
+        assert adopt.room_above(wrapped.manager, none) >= room > 0
 
 
 @pytest.mark.usefixtures("crowded")

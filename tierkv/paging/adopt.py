@@ -91,7 +91,7 @@ def register(manager: PageManager, block_keys: Sequence[bytes]) -> Blocks:
 def room_above(manager: PageManager, blocks: Blocks) -> int:
     """Return how many more pages a layer `promote` could bring up after those of `blocks`."""
     directory, homed, every = manager.directory, manager.hot.homed, range(manager.geometry.layers)
-    warm = min(map(manager.outflow.warm_free, every))
+    warm = min(manager.outflow.warm_free(layer) + _lent(manager, layer) for layer in every)
     warm += min(map(manager.tiers.device_frames.free, every))
     below = directory.hot[blocks] == NOWHERE
     rooms = []
@@ -102,6 +102,12 @@ def room_above(manager: PageManager, blocks: Blocks) -> int:
         away = below & (directory.warm[blocks] == NOWHERE)
         rooms.append(warm - int(away.any(axis=1).sum()))
     return max(0, min(rooms))
+
+
+def _lent(manager: PageManager, layer: int) -> int:
+    """Return the homes of a layer that are lent as long as the context there is goes on."""
+    state = manager.selective
+    return 0 if state is None or state.faults is None else state.faults.homes.count(layer)
 
 
 def promote(manager: PageManager, blocks: Blocks) -> None:

@@ -148,11 +148,14 @@ class FaultService:
         if not pages:
             self.homes.give_back(for_good=False)
 
-    def reclaim_homes(self) -> bool:
-        """Make homes of lent frames again, for pages that are sealed; say if there were any.
+    def recover(self) -> None:
+        """Finish what an interrupt kept the last step from. No step is running."""
+        if self._passed or len(self._passing):
+            self._settle()
 
-        No step is running.
-        """
+    def reclaim_homes(self) -> bool:
+        """Make homes of lent frames again, between two steps; say if there were any."""
+        self.homes.take_over(self._forget)  # or what was written for them stays on disk for nothing
         if not len(self.homes.frames):
             return False
         with self._lock:
@@ -191,8 +194,6 @@ class FaultService:
             manager.lookahead.cancel()  # of exact layers; it may hold inbound frames
             manager.transfer.wait_frames(np.append(self._used, self.homes.frames))
             self._copied = copied
-        if self._passed:  # an interrupt came before the device had forgotten them
-            self._settle()
         self.homes.take_over(self._forget)
         if self.guests.free < len(self.guests.frames) // ROOM_SHARE:
             self._make_room()
@@ -243,9 +244,7 @@ class FaultService:
 
     def _settle(self) -> None:
         """Make the device forget pages that only passed through, then free their frames."""
-        with self._lock:
-            passed = np.concatenate([NO_KEYS, *self._passed])
-        self._forget(passed)
+        self._forget(np.concatenate([NO_KEYS, *self._passed]))
         with self._lock:
             self._passed.clear()
             self._release_passing()
@@ -388,9 +387,9 @@ class FaultService:
         """Free the inbound frames of the latest answer. Lock held."""
         if len(self._passing):
             with self._manager.tiers.changed:
-                self._manager.warm.inbound.give(self._passing)
+                frames, self._passing = self._passing, NO_KEYS  # first: none is given twice
+                self._manager.warm.inbound.give(frames)
                 self._manager.tiers.changed.notify_all()
-            self._passing = NO_KEYS
 
     def _read_ahead(self) -> bool:
         """Start reading nearly chosen pages, if none are being read; say if it did."""

@@ -69,17 +69,18 @@ class Guests:
 
     def add(self, frames: Frames) -> None:
         """Have more frames."""
-        self._free += range(len(self.frames), len(self.frames) + len(frames))
+        held = len(self.frames)
+        self._keys = np.append(self._keys[:held], np.full(len(frames), NOWHERE))
+        self._since = np.append(self._since[:held], np.zeros_like(frames))
         self.frames = np.append(self.frames, frames)
-        self._keys = np.append(self._keys, np.full(len(frames), NOWHERE))
-        self._since = np.append(self._since, np.zeros_like(frames))
+        self._free += range(held, held + len(frames))
 
     def reset(self) -> None:
         """Have the frames there were at first, all of them free."""
         kept = self._own
+        self._free, self._slot = list(range(kept))[::-1], {}
+        self._keys = np.full(kept, NOWHERE, dtype=np.int64)
         self.frames, self._since = self.frames[:kept], self._since[:kept]
-        self._keys, self._slot = np.full(kept, NOWHERE, dtype=np.int64), {}
-        self._free = list(range(kept))[::-1]
 
     def drop(self, keys: Keys) -> None:
         """Free the frames of pages, those that are here."""

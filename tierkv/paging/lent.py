@@ -48,8 +48,14 @@ class LentHomes:
         self._written: Future[None] | None = None
         self._refused = False  # the disk has no room, or fails
 
+    def count(self, layer: int) -> int:
+        """Homes of a layer that are lent."""
+        return int((self._layers == layer).sum())
+
     def ask(self, last_chosen: torch.Tensor, before: int) -> None:
         """Lend homes that are free, and have pages written to disk that were not chosen lately.
+
+        Not before a step that seals pages, for which homes and room on disk were counted.
 
         Args:
             last_chosen: ``[layers that select, n * max_pages]``, the step that last chose each
@@ -58,6 +64,8 @@ class LentHomes:
         """
         manager, state = self._manager, self._manager.selective
         if self._written is not None or self._refused or state is None or state.owner is None:
+            return
+        if (state.owner.lengths[-1] + 1) % manager.geometry.page_tokens == 0:
             return
         layers = range(state.spec.dense_layers, manager.geometry.layers)
         try:
@@ -118,6 +126,7 @@ class LentHomes:
         frames = manager.outflow.take_homes(layer, manager.outflow.warm_free(layer))
         try:
             manager.warm.addresses(frames)
+            manager.transfer.wait_frames(frames)  # guests are read into them without
         except BaseException:
             with manager.tiers.changed:
                 manager.outflow.give_homes(layer, frames)

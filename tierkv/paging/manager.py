@@ -186,6 +186,8 @@ class PageManager:
         if self.selective is not None:
             tokens = self.geometry.page_tokens
             self.selective.check_room(batch, length // tokens, tokens)
+            if self.selective.faults is not None:
+                self.selective.faults.recover()
             activate(self, sequences)
 
     def new_blocks(self, count: int) -> Blocks:

@@ -36,6 +36,7 @@ class Outflow:
         self._homes_used = [0] * tiers.geometry.layers
         self._queued: list[tuple[int, int, int]] = []  # (block, layer, frame) to be spilled
         self._writing = 0  # entries of the batch on its way to disk
+        self._copying = 0  # pages that `copy_down` is about to write
         self._pinned: Counter[int] = Counter()  # outbound frames that upcoming lookups read
         self._orphans: set[int] = set()  # outbound frames dropped by their page while pinned
         self._spill_error: TierKVError | None = None
@@ -87,7 +88,7 @@ class Outflow:
     def _check_disk(self, cold: ColdStore, to_disk: int) -> None:
         size = self.tiers.warm.frame_bytes
         with self.tiers.changed:
-            queued = len(self._queued) + self._writing
+            queued = len(self._queued) + self._writing + self._copying
         cold.writes.check((to_disk + queued) * size)
         room = cold.room() - queued - -(-CATALOGUE_MARGIN_BYTES // size)
         if to_disk > room:
@@ -256,6 +257,7 @@ class Outflow:
             tiers, directory, cold = self.tiers, self.tiers.directory, self.tiers.cold
             assert cold is not None
             with tiers.changed:
+                self._copying = 0
                 frames = directory.warm[blocks, layers]
                 new = tiers.warm.in_homes(frames) & ~directory.cold[blocks, layers]
                 self._writing = int(new.sum())
@@ -271,6 +273,8 @@ class Outflow:
                     self._writing = 0
                     tiers.changed.notify_all()
 
+        with self.tiers.changed:
+            self._copying = len(blocks)
         return self.tiers.transfer.spill(write)
 
     def _take_outbound(self, count: int) -> Frames:

@@ -54,6 +54,14 @@ def tiers_of(batch: Batch) -> list[dict[str, int]]:
     return found
 
 
+def small(tmp_path: Path, *, encoded: int, homes: int) -> PageManager:
+    """Make a manager with two raw frames a layer, and so many encoded ones and warm homes."""
+    return make_manager(
+        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
+        encoded=encoded, homes=homes, staging=2, transit=2,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", list(CODECS))
 def test_pages_take_the_device_first(name: str, tmp_path: Path) -> None:
     """Every sealed page is what the codec makes of it once, on the device, in warm, on disk."""
@@ -140,10 +148,7 @@ def test_pages_move_as_they_are(
 
 def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
     """Promotion stops there; no frame is lost, and it may be repeated."""
-    manager = make_manager(
-        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
-        encoded=4, homes=0, staging=2, transit=2,
-    )  # fmt: skip
+    manager = small(tmp_path, encoded=4, homes=0)
     batch = Encoded.new(manager, 1)
     batch.append(4 * TOKENS)
     blocks = batch.sequences.blocks[0].copy()
@@ -164,10 +169,7 @@ def test_a_page_that_cannot_be_read_stays_where_it_is(tmp_path: Path) -> None:
 def test_pages_from_the_store_are_no_more_than_every_layer_takes(tmp_path: Path) -> None:
     """Room on the device in one layer and in warm memory in another was added up: pages that
     stayed on disk counted as known before they were ever read."""
-    manager = make_manager(
-        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
-        encoded=4, homes=4, staging=2, transit=2,
-    )  # fmt: skip
+    manager = small(tmp_path, encoded=4, homes=4)
     none = np.zeros(0, dtype=np.int64)
     assert room_above(manager, none) == 4 + 2
     device, outflow = manager.tiers.device_frames, manager.outflow
@@ -180,10 +182,7 @@ def test_pages_from_the_store_are_no_more_than_every_layer_takes(tmp_path: Path)
 
 def test_only_what_goes_up_is_counted(tmp_path: Path) -> None:
     """Encoded pages that were saved counted as brought up to the device, where they did not go."""
-    manager = make_manager(
-        open_store(tmp_path, GEOMETRY, codec=INT8), geometry=GEOMETRY, codec=INT8, hot=2,
-        encoded=2, homes=4, staging=2, transit=2,
-    )  # fmt: skip
+    manager = small(tmp_path, encoded=2, homes=4)
     batch = Encoded.new(manager, 1)
     batch.append(6 * TOKENS)
     manager.lookahead.cancel()

@@ -257,7 +257,7 @@ class Outflow:
             tiers, directory, cold = self.tiers, self.tiers.directory, self.tiers.cold
             assert cold is not None
             with tiers.changed:
-                self._copying = 0
+                self._copying -= len(blocks)
                 frames = directory.warm[blocks, layers]
                 new = tiers.warm.in_homes(frames) & ~directory.cold[blocks, layers]
                 self._writing = int(new.sum())
@@ -274,7 +274,7 @@ class Outflow:
                     tiers.changed.notify_all()
 
         with self.tiers.changed:
-            self._copying = len(blocks)
+            self._copying += len(blocks)
         return self.tiers.transfer.spill(write)
 
     def _take_outbound(self, count: int) -> Frames:
